@@ -29,14 +29,26 @@ from lit_efficient.files.cache import map_numbers
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.keyed_batch_sampler import loading, no_loaders
 
-JudgedRow = tuple[np.ndarray, np.ndarray, bool]
-"""Ids and unshifted labels [n] of a prompt with its answer, and whether the answer is good."""
+JudgedRow = tuple[np.ndarray, np.ndarray, bool, TokensAndLabels | None]
+"""Ids and unshifted labels [n] of a prompt with its answer, whether the answer is good, and the tokens of the row whose
+answer the prompt also gets, if it is fixed."""
 
 
 class JudgedRows:
-    """Judged answers of a split. The numbers of what is left, and of what is cut, are added to ``counts``."""
+    """Judged answers of a split. The numbers of what is left, and of what is cut, are added to ``counts``.
 
-    def __init__(self, folder: Path, split: str, max_length: int, too_long: str, counts: Counts) -> None:
+    Args:
+        folder: Folder of the cache.
+        split: Name of the split.
+        max_length: Largest number of tokens of a row.
+        too_long: Treatment of longer rows.
+        counts: Numbers of rows and tokens.
+        seed: Seed of the pairs of prompts and other answers, or ``None`` if batches decide these.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, max_length: int, too_long: str, counts: Counts, seed: int | None
+    ) -> None:
         self._documents = Documents(folder, split)
         side: Any = "left" if too_long == "left" else "drop"
         pieces = cut(self._documents.facts, max_length, side, counts)
@@ -47,20 +59,29 @@ class JudgedRows:
         self.desirable = map_numbers(folder / f"{split}.desirable.bin", np.float64)[self._pieces.document] == 1
         """Whether each answer is good."""
         counts.trained += self._documents.count_trained(self._pieces)
+        self._others: np.ndarray | None = None  # number of the row whose answer each prompt also gets
+        if seed is not None:
+            order = np.random.default_rng(seed).permutation(len(self))
+            self._others = np.empty_like(order)
+            self._others[order] = np.roll(order, 1)
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     def __getitem__(self, index: int) -> JudgedRow:
         ids, labels, _ = self._documents.piece(self._pieces, index)
-        return ids, labels, bool(self.desirable[index])
+        other = None
+        if self._others is not None:
+            other = self._documents.piece(self._pieces, int(self._others[index]))[:2]
+        return ids, labels, bool(self.desirable[index]), other
 
 
 class UnpairedPreferenceData(ChatDataModule):
     """DataModule of answers that are good or bad, for `UnpairedPreference`.
 
     Batches have ``input_ids``, ``labels`` and ``attention_mask`` [B, T], the same with the prefix ``kl_`` for each
-    prompt with the answer of the row before it in the batch, and ``desirable`` [B]. Rows have ``prompt`` and
+    prompt with the answer to another one (of the row before it in the batch, unless ``fixed_others``), and
+    ``desirable`` [B]. Rows have ``prompt`` and
     ``completion`` (texts or lists of messages), or ``messages``, and a ``label``: true for a good answer. Only the
     answer, with the token that ends it, contributes to the loss. Labels are not shifted. Malformed rows are counted and
     shown. Testing uses the validation rows.
@@ -81,6 +102,8 @@ class UnpairedPreferenceData(ChatDataModule):
         pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
         seed: Seed of the choice of the rows held out.
         cache_dir: Folder of the cache of tokens. null: ``$LIT_EFFICIENT_CACHE``, or ``~/.cache/lit_efficient``.
+        fixed_others: Pair each prompt with the same answer to another prompt in each epoch, drawn once by ``seed``, as
+            ``cache_reference`` of `UnpairedPreference` needs it. false: with that of the row before it in the batch.
         rows: Choice of the rows.
         chat: Conversion of rows to tokens.
     """
@@ -106,6 +129,7 @@ class UnpairedPreferenceData(ChatDataModule):
         pin_memory: bool = True,
         seed: int = 0,
         cache_dir: str | None = None,
+        fixed_others: bool = False,
         rows: UnpairedRows = UnpairedRows(),  # noqa: B008 (frozen)
         chat: UnpairedChat = UnpairedChat(),  # noqa: B008 (frozen)
     ) -> None:
@@ -124,9 +148,10 @@ class UnpairedPreferenceData(ChatDataModule):
             chat=chat,
             pin_memory=pin_memory,
         )
-        if batch_size < 2:
+        if batch_size < 2 and not fixed_others:
             allowed = "at least 2, because the divergence is estimated from answers to other prompts of the batch"
             raise refusal("UnpairedPreferenceData", "batch_size", allowed, batch_size)
+        self.fixed_others = fixed_others
         self.train_rows: JudgedRows | None = None
         self.val_rows: JudgedRows | None = None
 
@@ -153,7 +178,8 @@ class UnpairedPreferenceData(ChatDataModule):
         return DataLoader(rows, batch_size, shuffle=training, drop_last=training, collate_fn=collate, **loading(self))
 
     def _cut(self, folder: Path, split: str, counts: Counts) -> JudgedRows:
-        return JudgedRows(folder, split, self.max_length, self.chat.too_long, counts)
+        seed = self.seed if self.fixed_others else None
+        return JudgedRows(folder, split, self.max_length, self.chat.too_long, counts, seed)
 
     def _adopt(self, found: dict[str, JudgedRows]) -> None:
         wanted = [("train", "train (batch_size)", self.batch_size)]
@@ -170,21 +196,26 @@ class UnpairedPreferenceData(ChatDataModule):
 
 
 def judged_batch(rows: Sequence[JudgedRow], max_length: int, pad_id: int = 0) -> dict[str, Tensor]:
-    """Collate judged answers, and each prompt with the answer of the row before it, cut to a length.
+    """Collate judged answers, and each prompt with another answer, cut to a length.
+
+    The other answer is that of the row before it in the batch, unless the row has one.
 
     Returns:
         ``input_ids``, ``labels`` and ``attention_mask`` [B, T] int64, the same with the prefix ``kl_``, and
         ``desirable`` [B] bool.
     """
-    batch = padded_batch([(ids, labels) for ids, labels, _ in rows], pad_id)
-    firsts = [int(np.argmax(labels != IGNORE)) for _, labels, _ in rows]
+    batch = padded_batch([(ids, labels) for ids, labels, _, _ in rows], pad_id)
     others: list[TokensAndLabels] = []
-    for number, (ids, labels, _) in enumerate(rows):
-        other_ids, other_labels, _ = rows[number - 1]
-        first = firsts[number]
-        answer = firsts[number - 1]
+    for number, (ids, labels, _, other) in enumerate(rows):
+        other_ids, other_labels = rows[number - 1][:2] if other is None else other
+        first = _first_trained(labels)
+        answer = _first_trained(other_labels)
         joined_ids = np.concatenate((ids[:first], other_ids[answer:]))
         joined_labels = np.concatenate((labels[:first], other_labels[answer:]))
         others.append((joined_ids[:max_length], joined_labels[:max_length]))
     batch |= {f"kl_{name}": value for name, value in padded_batch(others, pad_id).items()}
-    return {**batch, "desirable": torch.tensor([desirable for _, _, desirable in rows])}
+    return {**batch, "desirable": torch.tensor([desirable for _, _, desirable, _ in rows])}
+
+
+def _first_trained(labels: np.ndarray) -> int:
+    return int(np.argmax(labels != IGNORE))

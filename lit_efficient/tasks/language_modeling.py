@@ -436,7 +436,7 @@ class LanguageModeling(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_CHECKPOINT_KEY] = {
             "task": self.loads_as,
-            "model": _described(self._built()),
+            "model": described_network(self._built()),
             "generation": generation_json(self._built()),
             "tokenizer": self.tokenizer_state,
             "source_sums": None if self.step_sources is None else self.step_sources.sums.detach().cpu(),
@@ -460,7 +460,7 @@ class LanguageModeling(LightningModule):
                 causal_lm.freeze_parts(self.model, self.network)
             _note_new_rows(self.network, saved["model"].get("new_rows", ()))
             take_generation(self.network, saved["generation"])
-        _check_same_network(_described(self.network), saved["model"])
+        _check_same_network(described_network(self.network), saved["model"])
         sums = saved.get("source_sums")
         if self.step_sources is not None and sums is not None and sums.shape == self.step_sources.sums.shape:
             self.step_sources.sums = sums.to(self.step_sources.sums)
@@ -606,7 +606,7 @@ def _note_new_rows(network: nn.Module, ids: Sequence[int]) -> None:
         network.__dict__[NEW_ROWS] = sorted(known)
 
 
-def _described(network: nn.Module) -> dict[str, Any]:
+def described_network(network: nn.Module) -> dict[str, Any]:
     """Return the config of a network as primitives, for a checkpoint."""
     if isinstance(network, GPT):
         return asdict(network.config)

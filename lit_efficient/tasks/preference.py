@@ -12,19 +12,15 @@ reference: :mod:`lit_efficient.tasks.reference`.
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, simpo_loss
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
-from lit_efficient.surgery import is_sharded
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
-from lit_efficient.tasks.ordered import in_order
 from lit_efficient.tasks.pairs import Comparison, joined, pairs_of
-from lit_efficient.tasks.reference_cache import ReferenceCache, prepare, weights_digest
 from lit_efficient.tasks.reference_task import ReferenceTask
 
 Loss = Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"]
@@ -44,10 +40,9 @@ class Preference(ReferenceTask):
     ``beta`` times the difference between its log-probability and the reference's. For orpo and simpo it is ``beta``
     times its log-probability, averaged over tokens.
 
-    ``cache_reference`` computes the reference's log-probabilities of all training pairs before the first step, and
-    keeps them on disk (``$LIT_EFFICIENT_CACHE``, or ``~/.cache/lit_efficient``) for all runs with the same start, data,
-    loss and precision. Steps then run no reference, and copies of weights wait in host memory. Validation runs the
-    reference.
+    ``cache_reference`` computes the reference's log-probabilities of all pairs before the first step, and keeps them
+    on disk (``$LIT_EFFICIENT_CACHE``, or ``~/.cache/lit_efficient``) for all runs with the same start, data, loss and
+    precision. Steps and validation then run no reference, and copies of weights wait in host memory.
 
     The reference is always in eval mode. Dropout in the policy adds noise to the comparison, so training usually
     disables it.
@@ -72,6 +67,7 @@ class Preference(ReferenceTask):
     """
 
     loads_as = "Preference"
+    prefixes = ("chosen_", "rejected_")
     without_reference = ", or use loss='orpo' or 'simpo', which need no reference"
 
     def __init__(
@@ -88,7 +84,7 @@ class Preference(ReferenceTask):
         warmup_steps: int = 100,
         cache_reference: bool = False,
     ) -> None:
-        super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps)
+        super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps, cache_reference)
         check_choice("Preference", "loss", loss, (*_DPO, "orpo", "simpo"))
         if gamma is not None and loss != "simpo":
             raise refusal("Preference", "gamma", f"null with {loss}, because only simpo uses it", gamma)
@@ -110,11 +106,9 @@ class Preference(ReferenceTask):
         if gamma is not None:
             self.gamma = gamma
         own = {"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma, "offset": offset}
-        self.save_hyperparameters({**own, "cache_reference": cache_reference})
+        self.save_hyperparameters(own)
         if cache_reference and loss not in _DPO:
             raise refusal("Preference", "cache_reference", f"false with {loss}, which has no reference", True)
-        self.cache_reference = cache_reference
-        self._cache: ReferenceCache | None = None
 
     @property
     def needs_reference(self) -> bool:
@@ -129,66 +123,23 @@ class Preference(ReferenceTask):
     def compare(self, batch: Mapping[str, Tensor]) -> Comparison:
         rows = joined(batch, "Preference")
         # It runs first, so that its activations are freed before the policy saves its own for the backward pass.
-        refs = self._references(batch, rows)
+        refs = self.references(batch) if self.needs_reference else ()
         log_probs, router_loss = self._scores(rows)
         policy = pairs_of(log_probs)
         losses = self._pair_losses(policy, refs, self._offsets(batch))
         chosen, rejected = (log_prob.detach() for log_prob in policy)
-        if refs is not None:
+        if refs:
             chosen = chosen - refs[0]
             rejected = rejected - refs[1]
         return Comparison(losses, self.beta * chosen, self.beta * rejected, router_loss)
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self.cache_reference:
-            self._fill_cache()
+    def _cached_settings(self) -> dict[str, Any]:
+        return {"averaged": self.loss in _AVERAGED}
 
-    def on_validation_end(self) -> None:
-        if self._cache is not None and self._reference is not None:
-            self._reference.to(torch.device("cpu"))
-
-    def _fill_cache(self) -> None:
-        """Compute the reference's log-probabilities of all training pairs, unless they are on disk."""
+    def _live_references(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         reference = self.reference()
         assert reference is not None
-        if reference.sharded or any(map(is_sharded, self.parameters())):
-            raise ConflictError(
-                "Preference: cache_reference needs whole weights in each process, and the strategy shards them: leave "
-                "it out"
-            )
-        way_out = "leave out cache_reference"
-        batches = in_order(self.trainer.train_dataloader, "Preference: cache_reference", way_out)
-        settings = {"averaged": self.loss in _AVERAGED, "precision": str(self.trainer.precision)}
-
-        def answer(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-            with self.trainer.precision_plugin.forward_context():
-                return self._live_references(batch, joined(batch, "Preference"))
-
-        weights = weights_digest(self._built(), reference.tensors)
-        self._cache = prepare(weights, settings, batches, answer)
-        reference.to(torch.device("cpu"))
-        rank_zero_info(f"Preference: the reference of {len(self._cache):,} training pairs is in {self._cache.folder}")
-
-    def _references(self, batch: Mapping[str, Tensor], rows: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Return the reference's log-probabilities of chosen and rejected answers, if the loss needs them."""
-        if not self.needs_reference:
-            return None
-        if self._cache is not None and self.training:
-            found = self._cache.find(batch)
-            if found is None:
-                raise ConfigurationError(
-                    f"Preference: cache_reference: the cache {self._cache.folder} does not hold a pair of this batch: "
-                    "the training data differs from one reading to the next. Make it deterministic, or leave out "
-                    "cache_reference"
-                )
-            return found
-        return self._live_references(batch, rows)
-
-    def _live_references(self, batch: Mapping[str, Tensor], rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        reference = self.reference()
-        assert reference is not None
+        rows = joined(batch, "Preference")
         return pairs_of(reference(self._built(), lambda: self._scores(rows)[0]))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str] | Tensor:
@@ -213,12 +164,10 @@ class Preference(ReferenceTask):
             )
         return self.offset * batch["margin"]
 
-    def _pair_losses(
-        self, policy: tuple[Tensor, Tensor], refs: tuple[Tensor, Tensor] | None, offsets: Tensor | None
-    ) -> Tensor:
+    def _pair_losses(self, policy: tuple[Tensor, Tensor], refs: tuple[Tensor, ...], offsets: Tensor | None) -> Tensor:
         if self.loss == "orpo":
             return orpo_loss(*policy, self.beta)[0]
         if self.loss == "simpo":
             return simpo_loss(*policy, self.beta, self.gamma)
-        assert refs is not None
-        return dpo_loss(*policy, *refs, self.beta, self.loss, self.label_smoothing, offsets)
+        chosen, rejected = refs
+        return dpo_loss(*policy, chosen, rejected, self.beta, self.loss, self.label_smoothing, offsets)

@@ -1,13 +1,14 @@
-"""Cache of a reference's log-probabilities on disk. They are computed once and found by the content of a pair.
+"""Cache of a reference's log-probabilities on disk. They are computed once and found by the content of a row.
 
-A pair is identified by the hash of the tokens of both answers and of their mask, and never by a step or its place in a
-batch. The name of the folder is the hash of the reference's weights, the settings and all pairs of the data set.
+A row has one answer or two, such as the chosen and the rejected one. It is identified by the hash of the tokens of its
+answers and of their mask, and never by a step or its place in a batch. The name of the folder is the hash of the
+reference's weights, the settings and all rows of the data set.
 
-Costs: 72 bytes for each pair; reading the data set and hashing the weights once at every start.
+Costs: 36 or 72 bytes for each row; reading the data set and hashing the weights once at every start.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,19 @@ from lit_efficient.mechanisms.adapters.base import added_names
 
 _FILE = "log_probs.safetensors"
 # Part of every key; raise it when the meaning of the files changes.
-FORMAT = 1
-_SIDES = ("chosen", "rejected")
+FORMAT = 2
 
 Batch = Mapping[str, Tensor]
 
 
-def pair_keys(batch: Batch) -> list[bytes]:
-    """Return 32 bytes for each pair of a batch. Padding does not count."""
+def answer_keys(batch: Batch, prefixes: Sequence[str]) -> list[bytes]:
+    """Return 16 bytes of each answer for each row of a batch. Padding does not count."""
     sides = []
-    for side in _SIDES:
+    for prefix in prefixes:
         names = ("input_ids", "labels", "attention_mask")
-        own = {name: batch[f"{side}_{name}"].cpu() for name in names if f"{side}_{name}" in batch}
+        own = {name: batch[f"{prefix}{name}"].cpu() for name in names if f"{prefix}{name}" in batch}
         sides.append(row_keys(own))
-    return [chosen + rejected for chosen, rejected in zip(*sides)]
+    return [b"".join(keys) for keys in zip(*sides)]
 
 
 def weights_digest(network: nn.Module, originals: Mapping[str, Tensor]) -> str:
@@ -52,17 +52,18 @@ def weights_digest(network: nn.Module, originals: Mapping[str, Tensor]) -> str:
 
 
 class ReferenceCache:
-    """Log-probabilities of a reference for all pairs of a data set.
+    """Log-probabilities of a reference for all rows of a data set.
 
     Args:
         folder: Folder that :func:`prepare` has filled.
+        prefixes: Prefixes of the tensors of each answer.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefixes: Sequence[str]) -> None:
         self.folder = folder
+        self._prefixes = prefixes
         found = load_tensors(folder / _FILE)
-        keys = found["keys"].numpy().tobytes()
-        self._places = {keys[32 * row : 32 * row + 32]: row for row in range(len(found["keys"]))}
+        self._places = {row.tobytes(): place for place, row in enumerate(found["keys"].numpy())}
         self._log_probs = found["log_probs"]
 
     def __len__(self) -> int:
@@ -71,21 +72,22 @@ class ReferenceCache:
     def __deepcopy__(self, memo: object) -> "ReferenceCache":
         return self
 
-    def find(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Return the log-probabilities of chosen and rejected answers ``[B]``; ``None`` if a pair is unknown."""
-        places = [self._places.get(key) for key in pair_keys(batch)]
+    def find(self, batch: Batch) -> tuple[Tensor, ...] | None:
+        """Return the log-probabilities of each answer ``[B]``; ``None`` if a row is unknown."""
+        places = [self._places.get(key) for key in answer_keys(batch, self._prefixes)]
         known = [place for place in places if place is not None]
         if len(known) < len(places):
             return None
-        chosen, rejected = self._log_probs[known].to(batch["chosen_input_ids"].device).unbind(1)
-        return chosen, rejected
+        device = batch[f"{self._prefixes[0]}input_ids"].device
+        return self._log_probs[known].to(device).unbind(1)
 
 
 def prepare(
     weights: str,
     settings: Mapping[str, Any],
     batches: Callable[[], Iterator[Batch]],
-    answer: Callable[[Batch], tuple[Tensor, Tensor]],
+    prefixes: Sequence[str],
+    answer: Callable[[Batch], tuple[Tensor, ...]],
 ) -> ReferenceCache:
     """Find or make the cache of a data set.
 
@@ -93,22 +95,23 @@ def prepare(
         weights: Hash of the reference's weights.
         settings: All else that decides the log-probabilities, as JSON.
         batches: Function that yields all batches of the data set, in the same order each time.
-        answer: Function that returns the reference's log-probabilities of chosen and rejected answers ``[B]``.
+        prefixes: Prefixes of the tensors of each answer.
+        answer: Function that returns the reference's log-probabilities of each answer ``[B]``.
 
     Raises:
-        ConfigurationError: If the cache is damaged or cannot be written.
+        ConfigurationError: If there are no rows, or the cache is damaged or cannot be written.
     """
-    keys = [key for batch in batches() for key in pair_keys(batch)]
+    keys = [key for batch in batches() for key in answer_keys(batch, prefixes)]
     if not keys:
-        raise ConfigurationError("Preference: cache_reference: the training data has no pairs")
+        raise ConfigurationError("cache_reference: the data has no rows")
     rows = hashlib.sha256(b"".join(keys)).hexdigest()
     made_from = {"format": FORMAT, "weights": weights, "settings": dict(settings), "rows": rows}
 
     def build(target: Path) -> None:
         found = [torch.stack([side.float().cpu() for side in answer(batch)], 1) for batch in batches()]
-        table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, 32)
+        table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(len(keys), -1)
         save_tensors(target / _FILE, {"keys": table, "log_probs": torch.cat(found)})
         seal(target, FORMAT, {"made_from": made_from})
 
     folder = cache_folder(None, "reference", made_from)
-    return ReferenceCache(prepared_folder(folder, build, lambda path: broken_seal(path, FORMAT, True)))
+    return ReferenceCache(prepared_folder(folder, build, lambda path: broken_seal(path, FORMAT, True)), prefixes)

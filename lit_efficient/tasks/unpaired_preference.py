@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from lit_efficient.data.unpaired_preference_data import UnpairedPreferenceData
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
@@ -67,6 +68,8 @@ class UnpairedPreference(ReferenceTask):
         learning_rate: Peak learning rate of AdamW: 1e-6 or below for all weights, ten times more for adapters.
         weight_decay: Weight decay of the matrices.
         warmup_steps: As in `LanguageModeling`.
+        cache_reference: As in `Preference`. For kto, the data must pair each prompt with the same answer in each epoch:
+            ``fixed_others`` of `UnpairedPreferenceData`.
     """
 
     logs: ClassVar[tuple[str, ...]] = (
@@ -87,8 +90,9 @@ class UnpairedPreference(ReferenceTask):
         learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
         warmup_steps: int = 100,
+        cache_reference: bool = False,
     ) -> None:
-        super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps)
+        super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps, cache_reference)
         check_choice("UnpairedPreference", "loss", loss, ("kto", "apo_zero"))
         check_number("UnpairedPreference", "beta", beta, above=0)
         check_number("UnpairedPreference", "desirable_weight", desirable_weight, least=0)
@@ -101,32 +105,44 @@ class UnpairedPreference(ReferenceTask):
         self.save_hyperparameters({"loss": loss, "beta": beta, **own})
         self.epoch_rewards = torch.nn.ModuleDict({"desirable": MeanMetric(), "undesirable": MeanMetric()})
 
+    @property
+    def prefixes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Prefixes of the answers, and for kto of the answers to other prompts."""
+        return ("", "kl_") if self.loss == "kto" else ("",)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data = getattr(trainer_of(self), "datamodule", None)
+        changing = isinstance(data, UnpairedPreferenceData) and not data.fixed_others
+        if stage == "fit" and self.cache_reference and self.loss == "kto" and changing:
+            raise ConfigurationError(
+                "UnpairedPreference: cache_reference needs the same answers to other prompts in each epoch: set "
+                "fixed_others of UnpairedPreferenceData, or leave out cache_reference"
+            )
+
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
         """Return the number of answers in a batch, by which `TokenWeightedAccumulation` weights batches."""
         return len(batch["input_ids"])
 
     def judge(self, batch: Mapping[str, Tensor]) -> Judged:
         """Return the losses and rewards of the answers of a batch."""
-        needed = ["input_ids", "labels", "desirable", *(["kl_input_ids", "kl_labels"] if self.loss == "kto" else [])]
+        needed = [f"{prefix}{name}" for prefix in self.prefixes for name in ("input_ids", "labels")] + ["desirable"]
         missing = [name for name in needed if name not in batch]
         if missing:
             raise ConfigurationError(
                 f"UnpairedPreference: a batch must have {', '.join(needed)}; it lacks {', '.join(missing)}. "
                 "UnpairedPreferenceData makes such batches"
             )
-        rows = {name: batch[name] for name in _ROWS if name in batch}
-        others = {name: batch[f"kl_{name}"] for name in _ROWS if f"kl_{name}" in batch}
-        reference = self.reference()
-        assert reference is not None
+        rows, *others = self._answers(batch)
         # The reference runs first, so that its activations are freed before the policy saves its own.
-        refs, kl_refs = reference(self._built(), lambda: (self._log_probs(rows)[0], self._others(others)))
+        refs, *kl_refs = self.references(batch)
         with torch.no_grad():
-            kl_policy = self._others(others)
+            kl_policy = [self._log_probs(other)[0] for other in others]
         policy, _, router_loss = self._log_probs(rows)
         ratios = policy - refs
         kl = ratios.new_zeros(())
-        if kl_policy is not None:
-            kl = (kl_policy - kl_refs).mean()
+        if others:
+            kl = (kl_policy[0] - kl_refs[0]).mean()
             if trainer_of(self) is not None:
                 gathered = self.all_gather(kl)
                 assert isinstance(gathered, Tensor)
@@ -136,9 +152,20 @@ class UnpairedPreference(ReferenceTask):
         losses = kto_loss(ratios, batch["desirable"].bool(), self.beta, kl, *weights)
         return Judged(losses, self.beta * ratios.detach(), kl, router_loss)
 
-    def _others(self, rows: dict[str, Tensor]) -> Tensor | None:
-        """Return the log-probabilities of answers to other prompts ``[B]``, if the loss needs them."""
-        return self._log_probs(rows)[0] if self.loss == "kto" else None
+    def _answers(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return the tensors of the answers, and for kto of the answers to other prompts."""
+        return [
+            {name: batch[f"{prefix}{name}"] for name in _ROWS if f"{prefix}{name}" in batch} for prefix in self.prefixes
+        ]
+
+    def _live_references(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        reference = self.reference()
+        assert reference is not None
+        answers = self._answers(batch)
+        found: tuple[Tensor, ...] = reference(
+            self._built(), lambda: tuple(self._log_probs(rows)[0] for rows in answers)
+        )
+        return found
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss, and the loss of each answer ``[B]`` for techniques that reweight samples."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,13 @@ from lit_efficient import (
     LoRA,
     UnpairedChat,
     UnpairedPreference,
-    UnpairedPreferenceData,
     UnpairedRows,
 )
 from lit_efficient.application import apply
 from lit_efficient.losses.preference import kto_loss
-from tests.data.text.chat_kit import tokenizer
 from tests.support import QUIET, assert_equal, weights
+from tests.tasks import unpaired_kit as kit
 from tests.tasks.preference_kit import SaveAfter
-
-ROWS = [
-    {"prompt": f"What is {i} plus two?", "completion": " Four, of course." if i % 3 else " Two", "label": bool(i % 3)}
-    for i in range(12)
-]
-
-
-def _base(folder: Path) -> str:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path = folder / "base"
-    if not path.exists():
-        read = tokenizer()
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        state = torch.get_rng_state()
-        torch.manual_seed(0)
-        config = AutoConfig.for_model("llama", vocab_size=len(read), max_position_embeddings=128, **sizes)
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        torch.set_rng_state(state)
-        read.save_pretrained(path)
-    return str(path)
-
-
-def _data(folder: Path, rows: list[dict[str, Any]] = ROWS, **options: Any) -> UnpairedPreferenceData:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = str(folder / "rows.jsonl")
-    options = {"val": source, "batch_size": 4, "max_length": 100, "cache_dir": str(folder / "cache"), **options}
-    return UnpairedPreferenceData(train=source, tokenizer=_base(folder), **options)
 
 
 def test_each_prompt_gets_the_answer_of_the_row_before(tmp_path: Path) -> None:
@@ -60,7 +30,7 @@ def test_each_prompt_gets_the_answer_of_the_row_before(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": f"Is {i} two?"}, {"role": "assistant", "content": f"Answer {i}"}]}
         for i in range(4)
     ]
-    data = _data(tmp_path, [{**row, "label": i % 2} for i, row in enumerate(chats)])
+    data = kit.data(tmp_path, [{**row, "label": i % 2} for i, row in enumerate(chats)])
     data.prepare_data()
     data.setup()
     (batch,) = data.val_dataloader()
@@ -75,16 +45,38 @@ def test_each_prompt_gets_the_answer_of_the_row_before(tmp_path: Path) -> None:
             assert text.strip() == f"<|im_start|>user\nIs {row} two?<|im_end|>\n<|im_start|>assistant\n{answer}"
 
 
+def test_fixed_answers_to_other_prompts_are_the_same_in_each_epoch(tmp_path: Path) -> None:
+    """Each answer goes to one other prompt, whatever the batches are."""
+    chats = [
+        {"messages": [{"role": "user", "content": f"Is {i} two?"}, {"role": "assistant", "content": f"Answer {i}"}]}
+        for i in range(9)
+    ]
+    data = kit.data(tmp_path, [{**row, "label": 1} for row in chats], fixed_others=True, batch_size=1, val_batch_size=5)
+    data.prepare_data()
+    data.setup()
+    read = data.chat_tokenizer
+    found: list[dict[str, str]] = []
+    for loader in (data.val_dataloader(), data.train_dataloader(), data.train_dataloader()):
+        found.append({})
+        for batch in loader:
+            for ids, mask in zip(batch["kl_input_ids"], batch["kl_attention_mask"]):
+                prompt, _, answer = read.decode(ids[mask == 1]).partition("assistant\n")
+                found[-1][prompt.split()[2]] = answer.split()[1].removesuffix("<|im_end|>")
+    assert found[0] == found[1] == found[2]
+    assert sorted(found[0]) == sorted(found[0].values()) == [str(i) for i in range(9)]
+    assert all(prompt != answer for prompt, answer in found[0].items())
+
+
 def test_long_rows_are_left_out_or_lose_the_beginning_of_the_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": "one two " * i + "?", "completion": " Four", "label": 1} for i in range(8)]
     lengths = {}
     for too_long in ("drop", "left"):
-        data = _data(tmp_path, rows, max_length=12, batch_size=2, chat=UnpairedChat(too_long=too_long))  # type: ignore[arg-type]
+        data = kit.data(tmp_path, rows, max_length=12, batch_size=2, chat=UnpairedChat(too_long=too_long))  # type: ignore[arg-type]
         data.prepare_data()
         data.setup()
         assert data.train_rows is not None
         lengths[too_long] = len(data.train_rows)
-        for ids, labels, _ in (data.train_rows[i] for i in range(len(data.train_rows))):
+        for ids, labels, _, _ in (data.train_rows[i] for i in range(len(data.train_rows))):
             assert len(ids) <= 12
             assert data.chat_tokenizer.decode(labels[labels != -100]) == " Four<|endoftext|>"
     assert 0 < lengths["drop"] < lengths["left"] == 8
@@ -100,25 +92,25 @@ def test_long_rows_are_left_out_or_lose_the_beginning_of_the_prompt(tmp_path: Pa
     ],
 )
 def test_malformed_rows_are_counted_and_shown(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    rows = [*ROWS[:5], {**ROWS[5], **change}]
+    rows = [*kit.ROWS[:5], {**kit.ROWS[5], **change}]
     with pytest.raises(ConfigurationError, match=rf"1 of 6 rows for train are malformed(.|\n)*:6: {reason}"):
-        _data(tmp_path, rows).prepare_data()
+        kit.data(tmp_path, rows).prepare_data()
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no row has the key label"):
-        _data(tmp_path, [{"prompt": "a", "completion": "b"}]).prepare_data()
+        kit.data(tmp_path, [{"prompt": "a", "completion": "b"}]).prepare_data()
     with pytest.raises(ConfigurationError, match=r"batch_size must be at least 2, .* got 1"):
-        _data(tmp_path, batch_size=1)
+        kit.data(tmp_path, batch_size=1)
     with pytest.raises(ConfigurationError, match=r"rows.columns may name .*label.*, got 'good'"):
         UnpairedRows(columns={"good": "x"})
     with pytest.raises(ConfigurationError, match="loss must be one of kto, apo_zero, got 'bco'"):
         UnpairedPreference(loss="bco")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="desirable_weight must be at least 0, got -1"):
         UnpairedPreference(desirable_weight=-1)
-    task = UnpairedPreference(CausalLMConfig(_base(tmp_path)))
+    task = UnpairedPreference(CausalLMConfig(kit.base(tmp_path)))
     task.configure_model()
-    with pytest.raises(ConfigurationError, match="it lacks labels, desirable, kl_input_ids, kl_labels"):
+    with pytest.raises(ConfigurationError, match="it lacks labels, kl_input_ids, kl_labels, desirable"):
         task.training_step({"input_ids": torch.ones(1, 2)}, 0)
 
 
@@ -141,8 +133,8 @@ def test_losses_and_batches_are_those_of_trl(loss: Any, tmp_path: Path) -> None:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = _base(tmp_path)
-    data = _data(tmp_path)
+    base = kit.base(tmp_path)
+    data = kit.data(tmp_path)
     data.prepare_data()
     data.setup()
     task = UnpairedPreference(CausalLMConfig(base), loss, 0.3, 1.5, 0.7)
@@ -159,7 +151,7 @@ def test_losses_and_batches_are_those_of_trl(loss: Any, tmp_path: Path) -> None:
         model,
         reference,
         config,
-        train_dataset=Dataset.from_list(ROWS),
+        train_dataset=Dataset.from_list(kit.ROWS),
         processing_class=AutoTokenizer.from_pretrained(base),
     )
     draw = torch.Generator().manual_seed(3)
@@ -189,11 +181,11 @@ def test_it_learns_and_resumes_bit_for_bit(adapters: bool, tmp_path: Path) -> No
 
     def run(**options: Any) -> tuple[UnpairedPreference, Any]:
         torch.manual_seed(0)
-        task = UnpairedPreference(CausalLMConfig(_base(tmp_path)), learning_rate=1e-2, warmup_steps=0)
+        task = UnpairedPreference(CausalLMConfig(kit.base(tmp_path)), learning_rate=1e-2, warmup_steps=0)
         callbacks: list[Any] = [ExactResume(), SaveAfter(4, path)]
         callbacks += [LoRA(rank=4)] if adapters else []
         runner = Trainer(callbacks=callbacks, **{**QUIET, "max_steps": 12, "max_epochs": -1})
-        data = _data(tmp_path)
+        data = kit.data(tmp_path)
         runner.fit(task, datamodule=data, **options)
         return task, runner.validate(task, data, verbose=False)[0]
 
@@ -207,11 +199,11 @@ def test_it_learns_and_resumes_bit_for_bit(adapters: bool, tmp_path: Path) -> No
 
 
 def test_the_loss_starts_at_one_half(tmp_path: Path) -> None:
-    task = UnpairedPreference(CausalLMConfig(_base(tmp_path)))
+    task = UnpairedPreference(CausalLMConfig(kit.base(tmp_path)))
     task.configure_model()
     apply(task, [LoRA(rank=2)])
     task.log = lambda *args, **options: None  # type: ignore[method-assign]
-    data = _data(tmp_path)
+    data = kit.data(tmp_path)
     data.prepare_data()
     data.setup()
     batch = next(iter(data.train_dataloader()))
