@@ -186,6 +186,10 @@ class NewLayer(nn.Module):
     """Mix-in of a layer with new weights. All of them train, without quantisation and adapters."""
 
 
+class UnusedPart(nn.Module):
+    """Mix-in of a part of a network that the task does not call. It gets no adapters."""
+
+
 class WideLayer(StaysFloat32, NewLayer):
     """Mix-in of a new layer that computes in float32 in a network of a narrower dtype."""
 

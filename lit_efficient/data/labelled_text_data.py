@@ -24,18 +24,19 @@ class LabelledTextData(PlainTextDataModule):
     """DataModule of texts with labels, for `TextLabelling`.
 
     Batches have ``input_ids``, ``attention_mask`` and, if the tokenizer's model reads them, ``token_type_ids``, all
-    [B, T]; and ``labels``: a class [B], a number [B], or the class of each token [B, T], -100 for tokens without one.
-    Texts are tokenised as ``tokenizer(text, text_pair, truncation=True)`` does, and words as with
-    ``is_split_into_words``: the first token of a word has its label. Malformed rows are counted and shown. Testing uses
-    the validation rows.
+    [B, T]; and ``labels``: a class [B], 1 for each class of a text and 0 for the others [B, C], a number [B], or the
+    class of each token [B, T], -100 for tokens without one. Texts are tokenised as ``tokenizer(text, text_pair,
+    truncation=True)`` does, and words as with ``is_split_into_words``: the first token of a word has its label.
+    Malformed rows are counted and shown. Testing uses the validation rows.
 
     Args:
         train: Files (.jsonl, .json, .csv, .tsv, .parquet; compressed with .gz, .bz2 or .xz), folders of such files or
             of ``save_to_disk``, names on the Hugging Face hub, or ``stdlib-modules`` (functions of Python's standard
             library, with the module that each is from).
         tokenizer: Tokenizer of the model: folder or name of a Hugging Face tokenizer, or a ``tokenizer.json``.
-        labels: Kind of the labels. ``class``: a class of each text, in the key ``label``. ``number``: a number of each
-            text, in ``label``. ``tags``: a class of each word, in ``tags`` beside ``tokens``.
+        labels: Kind of the labels. ``class``: a class of each text, in the key ``label``. ``classes``: a list of
+            classes of each text, in ``label``. ``number``: a number of each text, in ``label``. ``tags``: a class of
+            each word, in ``tags`` beside ``tokens``.
         val: Sources for validation, named in the same way. null: ``val_fraction`` of the texts is held out.
         max_length: Largest number of tokens of a text. Longer texts are cut as the tokenizer does.
         batch_size: Rows in a training batch, for each process.
@@ -85,14 +86,16 @@ class LabelledTextData(PlainTextDataModule):
             rows=rows,
             pin_memory=pin_memory,
         )
-        check_choice("LabelledTextData", "labels", labels, ("class", "number", "tags"))
+        check_choice("LabelledTextData", "labels", labels, ("class", "classes", "number", "tags"))
         if labels == "number" and rows.names is not None:
             raise ConfigurationError("LabelledTextData: rows.names are names of classes, and labels is number.")
         self.labels: Labels = labels
         self.label_names: list[str] | None = None
         """Names of the classes by number; known after `setup`. ``None`` for numbers."""
-        self.parts = ("", ".tags") if labels == "tags" else ("",)
-        self.columns = () if labels == "tags" else ("label",)
+        self.kind = f"labelled-{labels}"  # the same rows can be read in several ways
+        several = labels in ("classes", "tags")
+        self.parts = ("", f".{labels}") if several else ("",)
+        self.columns = () if several else ("label",)
         self._ids = LabelIds(rows.names)
         self._order = np.zeros(0, dtype=np.int64)  # number of each class by that in the cache
 
@@ -114,6 +117,10 @@ class LabelledTextData(PlainTextDataModule):
             batch["labels"] = torch.tensor([label for _, label in rows])
         elif self.labels == "class":
             batch["labels"] = torch.from_numpy(self._order[[int(label) for _, label in rows]])
+        elif self.labels == "classes":
+            batch["labels"] = torch.zeros(len(rows), len(self._order))
+            for number, (_, (classes, _)) in enumerate(texts for texts, _ in rows):
+                batch["labels"][number, self._order[classes]] = 1
         else:
             tags = [np.where(marks, self._order[classes], IGNORE) for (_, (classes, marks)), _ in rows]
             batch["labels"] = torch.from_numpy(padded(tags, IGNORE))

@@ -18,6 +18,7 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.contrastive import info_nce, similarities
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig, Head
 from lit_efficient.models.networks.reward import last_positions
+from lit_efficient.surgery import UnusedPart, mix_in
 from lit_efficient.tasks.text_task import TextTask
 
 Pooling = Literal["mean", "cls", "last"]
@@ -91,7 +92,7 @@ class TextEmbedding(TextTask):
             return
         pooler = getattr(self.network, "pooler", None)
         if isinstance(pooler, nn.Module):
-            pooler.requires_grad_(False)
+            mix_in(pooler.requires_grad_(False), UnusedPart)
         config: Any = self.network.config
         width = int(config.get_text_config().hidden_size)
         if self.sizes is not None and max(self.sizes) > width:

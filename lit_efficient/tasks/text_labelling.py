@@ -1,6 +1,7 @@
-"""Train an encoder or decoder of transformers to label texts: with a class or a number, or a class of each word.
+"""Train an encoder or decoder of transformers to label texts: with classes or a number, or a class of each word.
 
     class     loss = -log softmax(W h)_y         h: the state that the model's own head reads, one of each text
+    classes   loss = -mean_c log s(+- (W h)_c)   +: the text is of class c; s: the logistic function
     number    loss = (w . h - y)^2
     tags      loss = -mean_t log softmax(W h_t)_{y_t}
 
@@ -16,7 +17,14 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor
 from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassF1Score,
+    MultilabelAccuracy,
+    MultilabelAUROC,
+    MultilabelF1Score,
+)
 from torchmetrics.regression import MeanAbsoluteError, PearsonCorrCoef, SpearmanCorrCoef
 
 from lit_efficient.data.text.plain_texts import Labels
@@ -28,24 +36,26 @@ from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.text_task import TextTask
 
 _KEY = "text_labelling"
+_PROBLEMS = {"class": "single_label_classification", "classes": "multi_label_classification"}
 
 
 class TextLabelling(TextTask):
     """Training of classifiers, taggers and regressions on batches of texts with labels.
 
-    Batches have ``input_ids``, ``attention_mask`` and perhaps ``token_type_ids`` ``[B, T]``, and ``labels``: classes
-    ``[B]``, numbers ``[B]``, or classes of tokens ``[B, T]`` with -100 for tokens that do not count. Decoders read the
-    last token that is not padding, found by its id: the padding token becomes that of the data. The layers that the
-    files lack are drawn: with adapters, list them in ``modules_to_save`` (``score`` or ``classifier``).
+    Batches have ``input_ids``, ``attention_mask`` and perhaps ``token_type_ids`` ``[B, T]``, and ``labels``: a class
+    ``[B]``, 1 or 0 for each class ``[B, C]``, a number ``[B]``, or classes of tokens ``[B, T]`` with -100 for tokens
+    that do not count. Decoders read the last token that is not padding, found by its id: the padding token becomes that
+    of the data. The layers that the files lack are drawn: with adapters, list them in ``modules_to_save`` (``score`` or
+    ``classifier``).
 
     Logs ``train/loss``. Under ``val/`` and ``test/`` it logs ``loss`` and, for classes, ``accuracy``, ``f1`` (mean over
     the classes) and ``auroc`` (of classes of texts only; it keeps the outputs of an epoch); for numbers ``mae``,
-    ``pearson`` and ``spearman``. Prediction returns the logits ``[B, C]``, the numbers ``[B]``, or the logits of tokens
-    ``[B, T, C]``.
+    ``pearson`` and ``spearman``. The accuracy of several classes is the share of right decisions, one for each class of
+    each text. Prediction returns the logits ``[B, C]``, the numbers ``[B]``, or the logits of tokens ``[B, T, C]``.
 
     Args:
         model: Encoder or decoder of transformers, by ``name_or_path`` or ``config_fields``.
-        labels: ``class``, ``number`` or ``tags``, as those of the data.
+        labels: ``class``, ``classes``, ``number`` or ``tags``, as those of the data.
         names: Names of the classes by number, or null to take those of the data.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: Weight decay of the matrices.
@@ -70,7 +80,7 @@ class TextLabelling(TextTask):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__(model, learning_rate, weight_decay, warmup_steps)
-        check_choice("TextLabelling", "labels", labels, ("class", "number", "tags"))
+        check_choice("TextLabelling", "labels", labels, ("class", "classes", "number", "tags"))
         allowed = "null for numbers" if labels == "number" else "a list of at least 2 different names, or null"
         if names is not None and (labels == "number" or isinstance(names, str) or not 2 <= len({*names}) == len(names)):
             raise refusal("TextLabelling", "names", allowed, names)
@@ -89,7 +99,7 @@ class TextLabelling(TextTask):
         fields: dict[str, Any] = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
         if self.labels == "tags":
             return Head("AutoModelForTokenClassification", fields)
-        return Head("AutoModelForSequenceClassification", {**fields, "problem_type": "single_label_classification"})
+        return Head("AutoModelForSequenceClassification", {**fields, "problem_type": _PROBLEMS[self.labels]})
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -127,6 +137,10 @@ class TextLabelling(TextTask):
         if self.labels == "number":
             found: dict[str, Any] = {"mae": MeanAbsoluteError(), "pearson": PearsonCorrCoef()}
             found["spearman"] = SpearmanCorrCoef()
+        elif self.labels == "classes":
+            count = len(self.names or ())
+            found = {"accuracy": MultilabelAccuracy(count, average="micro"), "f1": MultilabelF1Score(count)}
+            found["auroc"] = MultilabelAUROC(count)
         else:
             count = len(self.names or ())
             ignored = IGNORE if self.labels == "tags" else None
@@ -157,6 +171,10 @@ class TextLabelling(TextTask):
         if self.labels == "number":
             losses = F.mse_loss(outputs.float(), labels.float(), reduction="none")
             return outputs, losses.mean(), losses
+        if self.labels == "classes":
+            targets = labels.to(torch.float32)
+            losses = F.binary_cross_entropy_with_logits(outputs.float(), targets, reduction="none").mean(1)
+            return outputs, losses.mean(), losses
         losses = F.cross_entropy(outputs.float().flatten(0, -2), labels.flatten(), reduction="none")
         if self.labels == "class":
             return outputs, losses.mean(), losses
@@ -181,10 +199,13 @@ class TextLabelling(TextTask):
             counts = (labels != IGNORE).sum(1)
             self.epoch_metrics.update((sample_loss * counts)[:, None], labels)
         else:
-            self.epoch_metrics.update(sample_loss[:, None], torch.zeros_like(labels, dtype=torch.long)[:, None])
+            counted = torch.zeros_like(sample_loss, dtype=torch.long)  # one label of each row, which is not ignored
+            self.epoch_metrics.update(sample_loss[:, None], counted[:, None])
         assert self.figures is not None
         if self.labels == "number":
             self.figures.update(outputs.float(), labels.float())
+        elif self.labels == "classes":
+            self.figures.update(outputs.float().sigmoid(), labels.long())
         else:
             outputs = outputs.float().movedim(-1, 1).softmax(1)  # [B, C] or [B, C, T]
             self.figures.update(outputs, labels)

@@ -80,6 +80,31 @@ def test_names_order_the_classes_and_numbers_are_ids(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [i / 4 for i in range(6)]
 
 
+def test_a_text_may_have_several_classes_or_none(tmp_path: Path) -> None:
+    lists = [["b"], [], ["c", "a"], ["a", "b", "c"]]
+    rows = [{"text": sentence(i), "label": found} for i, found in enumerate(lists)]
+    data = _labelled(tmp_path, rows, labels="classes", val_batch_size=4)
+    assert data.label_names == ["a", "b", "c"]
+    (batch,) = data.val_dataloader()
+    assert batch["labels"].tolist() == [[0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1]]
+    (tmp_path / "none").mkdir()
+    empty = [{**row, "label": []} for row in rows]
+    data = _labelled(tmp_path / "none", empty, labels="classes", rows=LabelledRows(names=["a", "b"]))
+    assert next(iter(data.val_dataloader()))["labels"].tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:.*are malformed")
+def test_the_same_rows_as_classes_and_as_numbers(tmp_path: Path) -> None:
+    """One kind of labels does not read the cache of another one."""
+    rows = [{"text": sentence(i), "label": i % 2 + (0.5 if i == 399 else 0)} for i in range(400)]
+    lenient = LabelledRows(max_malformed=0.1)
+    for kind, count in (("number", 400), ("class", 399), ("number", 400)):
+        data = _labelled(tmp_path, rows, labels=kind, rows=lenient, val_batch_size=400)
+        (batch,) = data.val_dataloader()
+        assert len(batch["labels"]) == count
+        assert batch["labels"].tolist() == [row["label"] for row in rows[:count]]
+
+
 @pytest.mark.parametrize(
     ("labels", "change", "reason"),
     [
@@ -87,6 +112,10 @@ def test_names_order_the_classes_and_numbers_are_ids(tmp_path: Path) -> None:
         ("class", {"label": 3}, "label is the number 3, and other labels are texts"),
         ("class", {"text": " "}, "text is empty"),
         ("class", {"text": None}, "no text"),
+        ("class", {"label": float("inf")}, "label is inf, neither"),
+        ("classes", {"label": "x"}, "label is 'x', not a list of classes"),
+        ("classes", {"label": ["x", "y", "x"]}, "label is .* which names a class twice"),
+        ("classes", {"label": ["x", 3]}, r"label\[1\] is the number 3, and other labels are texts"),
         ("number", {"label": "many"}, "label is 'many', not a finite number"),
         ("tags", {"tags": ["A"]}, r"tags is no list of \d labels, one for each of the tokens"),
         ("tags", {"tokens": "a text"}, "tokens is no list of words"),
@@ -108,7 +137,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         _labelled(tmp_path, labelled("number"), labels="number", rows=LabelledRows(names=["a", "b"]))
     with pytest.raises(ConfigurationError, match=r"rows.names must be a list of different names, got \['a', 'a'\]"):
         LabelledRows(names=["a", "a"])
-    with pytest.raises(ConfigurationError, match="labels must be one of class, number, tags, got 'entity'"):
+    with pytest.raises(ConfigurationError, match="labels must be one of class, classes, number, tags, got 'entity'"):
         _labelled(tmp_path, labelled("class"), labels="entity")
 
 

@@ -32,7 +32,7 @@ def _heads(family: str, labels: str) -> list[str]:
 @pytest.mark.turns(8, always=("bert-class-True", "gpt2-number-False", "llama-tags-True"))
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("adapters", [True, False])
-@pytest.mark.parametrize("labels", ["class", "number", "tags"])
+@pytest.mark.parametrize("labels", ["class", "classes", "number", "tags"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_are_those_of_transformers_on_texts(
     family: str, labels: Any, adapters: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -63,6 +63,8 @@ def test_outputs_are_those_of_transformers_on_texts(
         models[1].config.pad_token_id = models[0].config.pad_token_id
     else:
         assert models[0].config.id2label == dict(enumerate(task.names or ["LABEL_0"]))
+    if labels == "classes":
+        assert models[0].config.problem_type == "multi_label_classification"
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
     batch = tokenizer([sentence(i) for i in range(5)], padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -73,7 +75,7 @@ def test_outputs_are_those_of_transformers_on_texts(
             if labels == "tags":
                 theirs, mine = theirs[kept], ours[kept]
             else:
-                mine = ours if labels == "class" else ours[:, None]
+                mine = ours[:, None] if labels == "number" else ours
             torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
             assert theirs.std() > 1e-6
 

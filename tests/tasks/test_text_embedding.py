@@ -58,7 +58,6 @@ def test_padding_does_not_change_an_embedding(pooling: Any, tmp_path: Path) -> N
     torch.testing.assert_close(found.norm(dim=1), torch.ones(2))
 
 
-@pytest.mark.filterwarnings("ignore:LoRA. 1 adapters had no gradient")  # below an encoder's pooler, which is not used
 @pytest.mark.turns(4, always=("bert-False", "llama-True"))
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)

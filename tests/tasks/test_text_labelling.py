@@ -47,8 +47,8 @@ class InOrder(LabelledTextData):
         return self.val_dataloader()
 
 
-@pytest.mark.turns(6, always=("bert-class", "llama-class", "modernbert-tags", "gpt2-number"))
-@pytest.mark.parametrize("labels", ["class", "number", "tags"])
+@pytest.mark.turns(8, always=("bert-class", "llama-class", "modernbert-tags", "gpt2-number", "qwen3-classes"))
+@pytest.mark.parametrize("labels", ["class", "classes", "number", "tags"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_equals_the_trainer_of_transformers(family: str, labels: Any, tmp_path: Path) -> None:
     import transformers
@@ -77,7 +77,7 @@ def test_training_equals_the_trainer_of_transformers(family: str, labels: Any, t
         batch = {}
         for name in found[0]:
             values = [row[name] for row in found]
-            if values[0].ndim:
+            if values[0].ndim and (name != "labels" or labels == "tags"):
                 values = [torch.nn.functional.pad(v, (0, length - len(v)), value=pad[name]) for v in values]
             batch[name] = torch.stack(values)
         return batch
@@ -99,7 +99,7 @@ def test_training_equals_the_trainer_of_transformers(family: str, labels: Any, t
     assert moved > 0
 
 
-@pytest.mark.parametrize("labels", ["class", "number", "tags"])
+@pytest.mark.parametrize("labels", ["class", "classes", "number", "tags"])
 def test_figures_do_not_depend_on_the_batches(labels: Any, tmp_path: Path) -> None:
     """They are those of scikit-learn over all rows."""
     from scipy.stats import pearsonr, spearmanr
@@ -122,6 +122,12 @@ def test_figures_do_not_depend_on_the_batches(labels: Any, tmp_path: Path) -> No
     if labels == "number":
         expected = {"mae": mean_absolute_error(targets, ours), "pearson": pearsonr(targets, ours)[0]}
         expected |= {"spearman": spearmanr(targets, ours)[0], "loss": float((ours - targets).square().mean())}
+    elif labels == "classes":
+        decided = (ours > 0).long()
+        expected = {"accuracy": (decided == targets).double().mean()}
+        expected["f1"] = f1_score(targets, decided, average="macro", zero_division=0)
+        expected["auroc"] = roc_auc_score(targets, ours.sigmoid())
+        expected["loss"] = float(torch.nn.functional.binary_cross_entropy_with_logits(ours, targets))
     else:
         kept = targets != -100
         best = ours.argmax(-1)

@@ -99,6 +99,8 @@ def labelled(labels: str, count: int = 24, pairs: bool = False) -> list[dict[str
             rows.append({"tokens": [*words, "catdog"], "tags": ["AB"[WORDS.index(w) % 2] for w in words] + ["C"]})
             continue
         row: dict[str, Any] = {"text": " ".join(words), "label": ["x", "y", "z"][first % 3]}
+        if labels == "classes":
+            row["label"] = [name for k, name in enumerate("xyz") if first % (k + 2) == 0]
         if labels == "number":
             row["label"] = first / 8 - 1
         if pairs:

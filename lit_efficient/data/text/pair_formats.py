@@ -94,6 +94,7 @@ class Texts:
     groups: tuple[tuple[str, ...], ...]
     label: float | None = None
     tags: tuple[int, ...] | None = None  # label of each word of the only group
+    classes: tuple[int, ...] | None = None  # classes of the only group
 
     @property
     def documents(self) -> tuple[Document, ...]:

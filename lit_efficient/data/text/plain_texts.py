@@ -1,6 +1,7 @@
 """Rows of plain texts for encoders and embeddings, as a tokenizer writes them: with its special tokens, no template.
 
     class, number    {"text": ..., "label": ...}, perhaps with "text_pair"
+    classes          the same, and the label is a list of classes, which may be empty
     tags             {"tokens": [word, ...], "tags": [label, ...]}: the label of a word belongs to its first token
     embedding        {"anchor": ..., "positive": ...}, perhaps with "negative": a text or a list of texts
 
@@ -26,16 +27,18 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import map_numbers
 from lit_efficient.losses.next_token import IGNORE
 
-Labels = Literal["class", "number", "tags"]
-TextFormat = Literal["class", "number", "tags", "embedding"]
+Labels = Literal["class", "classes", "number", "tags"]
+TextFormat = Literal["class", "classes", "number", "tags", "embedding"]
 TEXT_KEYS: dict[str, tuple[str, ...]] = {
     "class": ("text", "label"),
+    "classes": ("text", "label"),
     "number": ("text", "label"),
     "tags": ("tokens", "tags"),
     "embedding": ("anchor", "positive"),
 }
 FURTHER_TEXT_KEYS: dict[str, tuple[str, ...]] = {
     "class": ("text_pair",),
+    "classes": ("text_pair",),
     "number": ("text_pair",),
     "tags": (),
     "embedding": ("negative",),
@@ -83,9 +86,9 @@ class LabelIds:
 
 def _whole(value: object) -> int | None:
     """Return a whole number of at least 0; None for another value. Tables hold numbers as texts."""
-    if isinstance(value, str) and value.strip().isdigit():
+    if isinstance(value, str) and value.strip().isdecimal():
         return int(value)
-    if isinstance(value, int | float) and value >= 0 and value == int(value):
+    if isinstance(value, int | float) and value >= 0 and math.isfinite(value) and value == int(value):
         return int(value)
     return None
 
@@ -144,7 +147,17 @@ class TextReader(Reader):
             texts = (*texts, _text(row, "text_pair"))
         if self._kind == "number":
             return Texts((texts,), label=finite_number(row, "label"))
+        if self._kind == "classes":
+            return Texts((texts,), classes=self._classes(row["label"]))
         return Texts((texts,), label=float(self._ids.id_of(row["label"], "label")))
+
+    def _classes(self, value: object) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            raise MalformedRow(f"label is {value!r}, not a list of classes")
+        ids = [self._ids.id_of(one, f"label[{i}]") for i, one in enumerate(value)]
+        if len({*ids}) < len(ids):
+            raise MalformedRow(f"label is {value!r}, which names a class twice: it is a list of classes")
+        return tuple(ids)
 
     def _words(self, row: Row) -> Texts:
         words = row["tokens"]
@@ -192,7 +205,7 @@ class TextTokens:
         self.max_length = max_length
 
     def encode_chunk(self, chunk: Sequence[SplitRow]) -> list[list[Encoded] | MalformedRow]:
-        """Return the tokens of each text of a row, and the labels of its tokens if it has tags.
+        """Return the tokens of each text of a row, and the labels of its tokens or its classes if it has such.
 
         ``trained`` is true for tokens of the second text of a pair, and for tokens with a label.
         """
@@ -215,6 +228,9 @@ class TextTokens:
                 encoded.append(_encoded(encoding.ids, np.array(encoding.type_ids) == 1, not encoding.overflowing))
                 if one.row.tags is not None:
                     encoded.append(_tagged(encoding.word_ids, one.row.tags))
+                if one.row.classes is not None:
+                    classes = one.row.classes
+                    encoded.append(_encoded(classes, np.ones(len(classes), dtype=bool), True))
             results.append(encoded)
         return results
 

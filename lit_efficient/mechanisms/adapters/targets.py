@@ -7,7 +7,7 @@ from torch import nn
 from lit_efficient.errors import ConfigurationError, check_list
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, is_inside
-from lit_efficient.surgery import NewLayer, endings, expert_stacks, match_modules, name_pattern
+from lit_efficient.surgery import NewLayer, UnusedPart, endings, expert_stacks, match_modules, name_pattern
 
 ALL_LINEAR = "all-linear"
 WITH_EXPERTS = "all-linear+experts"
@@ -21,8 +21,8 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         targets: ``all-linear``, ``all-linear+experts`` or regular expressions.
 
             - ``all-linear``: every linear layer (and GPT-2's ``Conv1D``) of the networks that train, except the output
-              head of a `GPT` or of a model of transformers, layers that share their weight with an embedding, and
-              layers with new, untrained weights.
+              head of a `GPT` or of a model of transformers, layers that share their weight with an embedding, layers
+              with new, untrained weights, and parts that the task does not call.
             - ``all-linear+experts``: the same layers; the experts are those of :func:`find_experts`.
             - Regular expressions for the ends of dotted names: they may also match ``nn.Conv2d``, ``nn.Embedding`` and
               tied heads. A pattern that matches only stacked experts selects no layer.
@@ -40,7 +40,9 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         return match_modules(root, patterns, who=who, where=kind_of)
     heads = output_heads(root)
     tables = {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}
-    idle = BlockMap(root).frozen_networks()  # adapters of a frozen teacher would never get a gradient
+    # Adapters of a frozen teacher, or of a part that is not called, would never get a gradient.
+    unused = [name for name, part in root.named_modules() if isinstance(part, UnusedPart)]
+    idle = (*BlockMap(root).frozen_networks(), *unused)
     found = []
     for name, module in root.named_modules():
         if not name or kind_of(module) not in ("linear", "conv1d") or isinstance(module, NewLayer):
