@@ -13,6 +13,20 @@ from lit_efficient.internals.wraps import inner_method
 from lit_efficient.protocol import add_loss, check_loss, product, weigh
 
 
+def refuse_log_probs(who: str, module: nn.Module) -> None:
+    """Raise ConflictError if the loss of a module is made of log-probabilities of answers.
+
+    Args:
+        who: Technique, and its argument, that would change the log-probabilities.
+        module: The module.
+    """
+    if getattr(module, "compares_log_probs", False):
+        raise ConflictError(
+            f"{who}: the loss of {type(module).__name__} compares log-probabilities of answers, and these would become "
+            "others: leave it out"
+        )
+
+
 class LossHooks(Hooks):
     """Mix-in for techniques that change the loss of each step: ``class Weighting(LossHooks, Technique)``."""
 

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+from lit_efficient.application.loss import refuse_log_probs
 from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, check_choice, check_number
 from lit_efficient.losses.chunked_cross_entropy import BACKENDS, TokenLoss, chunk_size_of, takes_liger
@@ -77,6 +78,9 @@ class ChunkedCrossEntropy(Technique):
         self._device = torch.device("cpu")  # used without a trainer
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
+        for name in ("label_smoothing", "z_loss"):
+            if getattr(self, name):
+                refuse_log_probs(f"ChunkedCrossEntropy: {name}={getattr(self, name)}", module)
         self._device = trainer.strategy.root_device
         takes_liger(self.backend, self._device, torch.float32, self._terms)
 

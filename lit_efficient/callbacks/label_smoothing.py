@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_efficient.application.loss import LossHooks
+from lit_efficient.application.loss import LossHooks, refuse_log_probs
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.losses.deferred_logits import ChunkedLoss
@@ -134,6 +134,9 @@ class LabelSmoothing(LossHooks, Technique):
         check_number("LabelSmoothing", "epsilon", epsilon, least=0, below=1)
         self.epsilon = epsilon
         self._used = False
+
+    def check(self, trainer: Any, module: Any) -> None:
+        refuse_log_probs("LabelSmoothing", module)
 
     def describe(self, module: nn.Module) -> Report:
         return Report(f"{self.epsilon:g} of each target is spread over all classes")

@@ -88,9 +88,11 @@ class EmbeddingData(PlainTextDataModule):
         """Return the padded batch of rows."""
         texts = [text for row, _ in rows for text in row]
         ids = [one for one, _ in texts]
-        found = {"input_ids": padded(ids, self.pad_id), "attention_mask": padded([np.ones_like(one) for one in ids], 0)}
+        most = self.max_length
+        found = {"input_ids": padded(ids, self.pad_id, most)}
+        found["attention_mask"] = padded([np.ones_like(one) for one in ids], 0, most)
         types = types_of([marks for _, marks in texts], self.chat_tokenizer)
         if types is not None:
-            found["token_type_ids"] = padded(types, 0)
+            found["token_type_ids"] = padded(types, 0, most)
         shape = (len(rows), len(self.parts), -1)
         return {name: torch.from_numpy(array).view(shape) for name, array in found.items()}

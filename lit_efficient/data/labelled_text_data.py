@@ -108,10 +108,12 @@ class LabelledTextData(PlainTextDataModule):
     def collate(self, rows: list[Any]) -> dict[str, Tensor]:
         """Return the padded batch of rows."""
         ids = [texts[0][0] for texts, _ in rows]
-        found = {"input_ids": padded(ids, self.pad_id), "attention_mask": padded([np.ones_like(one) for one in ids], 0)}
+        most = self.max_length
+        found = {"input_ids": padded(ids, self.pad_id, most)}
+        found["attention_mask"] = padded([np.ones_like(one) for one in ids], 0, most)
         types = types_of([texts[0][1] for texts, _ in rows], self.chat_tokenizer)
         if types is not None:
-            found["token_type_ids"] = padded(types, 0)
+            found["token_type_ids"] = padded(types, 0, most)
         batch = {name: torch.from_numpy(array) for name, array in found.items()}
         if self.labels == "number":
             batch["labels"] = torch.tensor([label for _, label in rows])
@@ -123,7 +125,7 @@ class LabelledTextData(PlainTextDataModule):
                 batch["labels"][number, self._order[classes]] = 1
         else:
             tags = [np.where(marks, self._order[classes], IGNORE) for (_, (classes, marks)), _ in rows]
-            batch["labels"] = torch.from_numpy(padded(tags, IGNORE))
+            batch["labels"] = torch.from_numpy(padded(tags, IGNORE, most))
         return batch
 
     def _adopt(self, found: dict[str, TextRows]) -> None:

@@ -400,7 +400,7 @@ def collate_rows(
     Args:
         rows: The documents of each row; a single one unless ``pack``.
         pack: Return a packed batch, else a padded one.
-        length: Tokens of a packed row.
+        length: Tokens of a packed row, and the most of a padded one.
         pad_id: Id of the padding.
         count_bytes: Add ``num_bytes`` [B].
         name_source: Add ``source`` [B], the number of the source of each row.
@@ -412,7 +412,7 @@ def collate_rows(
     elif pack:
         batch = packed_batch(documents, length, pad_id)
     else:
-        batch = padded_batch([row[0] for row in documents], pad_id)
+        batch = padded_batch([row[0] for row in documents], pad_id, length)
     if count_bytes:
         batch["num_bytes"] = torch.tensor([sum(size for _, _, size in row) for row in rows])
     if name_source:

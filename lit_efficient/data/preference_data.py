@@ -155,7 +155,7 @@ class PreferenceData(ChatDataModule):
 
     def _loader(self, pairs: PairRows | None, batch_size: int, *, training: bool) -> DataLoader[Any]:
         assert pairs is not None
-        collate = partial(pair_batch, pad_id=self.pad_id)
+        collate = partial(pair_batch, pad_id=self.pad_id, most=self.max_length)
         rows: Any = pairs
         return DataLoader(rows, batch_size, shuffle=training, drop_last=training, collate_fn=collate, **loading(self))
 
@@ -184,15 +184,20 @@ class PreferenceData(ChatDataModule):
         self.val_pairs = found["val"]
 
 
-def pair_batch(pairs: Sequence[PairRow], pad_id: int = 0) -> dict[str, Tensor]:
+def pair_batch(pairs: Sequence[PairRow], pad_id: int = 0, most: int | None = None) -> dict[str, Tensor]:
     """Collate pairs of ids and unshifted labels [n]. All rows of both sides are padded on the right to one length.
+
+    Args:
+        pairs: The pairs.
+        pad_id: Id of the padding.
+        most: Largest length of a row.
 
     Returns:
         ``chosen_`` and ``rejected_`` with ``input_ids``, ``labels`` and ``attention_mask``, [B, T] int64; and
         ``margin`` [B] float32, if all pairs have one.
     """
     # One length for both sides lets a task run them as one batch.
-    rows = padded_batch([chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs], pad_id)
+    rows = padded_batch([chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs], pad_id, most)
     batch = {}
     margins = [margin for _, _, margin in pairs if margin is not None]
     if len(margins) == len(pairs):

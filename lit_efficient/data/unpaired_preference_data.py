@@ -204,7 +204,7 @@ def judged_batch(rows: Sequence[JudgedRow], max_length: int, pad_id: int = 0) ->
         ``input_ids``, ``labels`` and ``attention_mask`` [B, T] int64, the same with the prefix ``kl_``, and
         ``desirable`` [B] bool.
     """
-    batch = padded_batch([(ids, labels) for ids, labels, _, _ in rows], pad_id)
+    batch = padded_batch([(ids, labels) for ids, labels, _, _ in rows], pad_id, max_length)
     others: list[TokensAndLabels] = []
     for number, (ids, labels, _, other) in enumerate(rows):
         other_ids, other_labels = rows[number - 1][:2] if other is None else other
@@ -213,7 +213,7 @@ def judged_batch(rows: Sequence[JudgedRow], max_length: int, pad_id: int = 0) ->
         joined_ids = np.concatenate((ids[:first], other_ids[answer:]))
         joined_labels = np.concatenate((labels[:first], other_labels[answer:]))
         others.append((joined_ids[:max_length], joined_labels[:max_length]))
-    batch |= {f"kl_{name}": value for name, value in padded_batch(others, pad_id).items()}
+    batch |= {f"kl_{name}": value for name, value in padded_batch(others, pad_id, max_length).items()}
     return {**batch, "desirable": torch.tensor([desirable for _, _, desirable, _ in rows])}
 
 

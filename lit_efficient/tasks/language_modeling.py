@@ -113,6 +113,7 @@ class LanguageModeling(LightningModule):
     loads_as: ClassVar[str] = "LanguageModeling"  # public class as which checkpoints of this task are loaded
     trains_on: ClassVar[tuple[str, ...]] = ("tokens",)
     takes_slices: ClassVar[bool] = True  # supports rows whose length is split over processes
+    compares_log_probs: ClassVar[bool] = False  # the loss is no cross-entropy, but made of log-probabilities
     lacks_balance: ClassVar[str | None] = None  # reason why the balancing loss of routers cannot be added
     commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} {prompt}",)
     cannot_generate: ClassVar[str | None] = None  # reason why the model continues no texts

@@ -41,6 +41,7 @@ class ReferenceTask(PairTask):
             epoch.
     """
 
+    compares_log_probs = True
     without_reference = ""  # advice for a strategy that shards a copy of the weights
     prefixes: tuple[str, ...]
     """Prefixes of the tensors of each answer in a batch."""

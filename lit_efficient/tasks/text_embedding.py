@@ -90,13 +90,16 @@ class TextEmbedding(TextTask):
         super().configure_model()
         if self.network is None:
             return
-        pooler = getattr(self.network, "pooler", None)
-        if isinstance(pooler, nn.Module):
-            mix_in(pooler.requires_grad_(False), UnusedPart)
+        _set_pooler_aside(self.network)
         config: Any = self.network.config
         width = int(config.get_text_config().hidden_size)
         if self.sizes is not None and max(self.sizes) > width:
             raise refusal("TextEmbedding", "sizes", f"at most {width}, the size of the model's states", self.sizes)
+
+    def _rebuilt(self, described: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> nn.Module:
+        network = super()._rebuilt(described, checkpoint)
+        _set_pooler_aside(network)
+        return network
 
     def _needs(self, name: str) -> bool:
         return not name.startswith("pooler.")
@@ -206,6 +209,13 @@ class TextEmbedding(TextTask):
         own = scores.diagonal().clone()
         scores.fill_diagonal_(-torch.inf)
         return own - scores.amax(1)
+
+
+def _set_pooler_aside(network: nn.Module) -> None:
+    """Freeze the layer that some encoders have for classification, in place."""
+    pooler = getattr(network, "pooler", None)
+    if isinstance(pooler, nn.Module):
+        mix_in(pooler.requires_grad_(False), UnusedPart)
 
 
 def _accuracy(embeddings: Tensor) -> Tensor:

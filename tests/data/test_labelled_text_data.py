@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from lit_efficient import ConfigurationError, EmbeddingData, EmbeddingRows, LabelledRows, LabelledTextData
+from lit_efficient import (
+    ConfigurationError,
+    EmbeddingData,
+    EmbeddingRows,
+    LabelledRows,
+    LabelledTextData,
+    PreferenceChat,
+    PreferenceData,
+    UnpairedChat,
+    UnpairedPreferenceData,
+)
 from tests.tasks.text_kit import labelled, saved, sentence, written
 
 
@@ -39,6 +49,25 @@ def test_batches_are_those_of_the_tokenizer_itself(family: str, pairs: bool, tmp
     counts = data.report["counts"]["val"]
     longer = [len(ids) > 8 for ids in data.chat_tokenizer(*texts).input_ids]
     assert counts["turns"] - counts["ended"] == sum(longer)
+
+
+def test_padding_does_not_exceed_the_length_that_the_model_reads(tmp_path: Path) -> None:
+    """Lengths are multiples of 8 else, and a table of 12 positions has no entry for a thirteenth."""
+    long = sentence(1, 30)
+    data = _labelled(tmp_path, [{"text": long, "label": name} for name in "xy"], max_length=12)
+    assert next(iter(data.val_dataloader()))["input_ids"].shape == (2, 12)
+    source = written(tmp_path / "more.jsonl", [{"anchor": long, "positive": f"{long} {i}"} for i in range(2)])
+    options: dict[str, Any] = {"max_length": 12, "batch_size": 2, "cache_dir": str(tmp_path / "c")}
+    texts = EmbeddingData(train=source, val=source, tokenizer=saved(tmp_path, "bert"), **options)
+    rows = [{"prompt": long, "completion": "cat", "chosen": "dog", "rejected": "cat", "label": i} for i in range(2)]
+    source = written(tmp_path / "rows.jsonl", rows)
+    options |= {"tokenizer": saved(tmp_path, "gpt2"), "train": source, "val": source}
+    pairs = PreferenceData(chat=PreferenceChat(too_long="left"), **options)
+    judged = UnpairedPreferenceData(chat=UnpairedChat(too_long="left"), **options)
+    for other, name in ((texts, "input_ids"), (pairs, "chosen_input_ids"), (judged, "kl_input_ids")):
+        other.prepare_data()
+        other.setup()
+        assert next(iter(other.val_dataloader()))[name].shape[-1] == 12, name
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])

@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_efficient import (
     CausalLMConfig,
+    ChunkedCrossEntropy,
     ConfigurationError,
     ExactResume,
     GPTConfig,
+    LabelSmoothing,
     LanguageModeling,
     LoRA,
     Preference,
@@ -130,6 +132,18 @@ def test_the_loss_starts_at_log_2_and_the_pairs_are_learned(variant: str | None,
     assert figures["val/loss"] < 0.63
     assert figures["val/accuracy"] > 0.8
     assert figures["val/margin"] == pytest.approx(figures["val/rewards/chosen"] - figures["val/rewards/rejected"])
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [LabelSmoothing(0.1), ChunkedCrossEntropy(label_smoothing=0.1), ChunkedCrossEntropy(z_loss=0.1)],
+    ids=["LabelSmoothing", "label_smoothing", "z_loss"],
+)
+def test_what_changes_log_probabilities_is_refused(technique: Any, tmp_path: Path) -> None:
+    """The loss would be that of other numbers, and that of the reference would not match it."""
+    runner = trainer(default_root_dir=tmp_path, callbacks=[technique])
+    with pytest.raises(ConflictError, match="the loss of Preference compares log-probabilities of answers"):
+        runner.fit(Preference(saved(tmp_path)), loader(), loader())
 
 
 @pytest.mark.parametrize("adapters", [True, False])

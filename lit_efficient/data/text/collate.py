@@ -20,6 +20,8 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE
 
+_MULTIPLE = 8
+
 TokensAndLabels = tuple[np.ndarray, np.ndarray]
 """Ids and unshifted labels [n] of a document."""
 
@@ -54,15 +56,24 @@ def packed_batch(rows: Sequence[Sequence[TokensAndLabels]], length: int, pad_id:
     return _tensors(input_ids=ids, labels=labels, position_ids=positions)
 
 
-def padded_batch(documents: Sequence[TokensAndLabels], pad_id: int = 0, multiple: int = 8) -> dict[str, Tensor]:
+def padded_length(longest: int, most: int | None) -> int:
+    """Return the length of a padded batch: a multiple of 8, which is faster on GPUs, if it does not exceed ``most``."""
+    length = -(-longest // _MULTIPLE) * _MULTIPLE
+    return length if most is None else max(longest, min(length, most))
+
+
+def padded_batch(documents: Sequence[TokensAndLabels], pad_id: int = 0, most: int | None = None) -> dict[str, Tensor]:
     """Pad documents on the right to one length.
 
+    Args:
+        documents: Ids and labels of the documents.
+        pad_id: Id of the padding.
+        most: Largest length of a row, as a model may have no positions for more. ``None``: any.
+
     Returns:
-        ``input_ids``, ``labels`` and ``attention_mask`` (1 for tokens) [B, T] int64. T is the longest length rounded up
-        to a ``multiple``, which is faster on GPUs.
+        ``input_ids``, ``labels`` and ``attention_mask`` (1 for tokens) [B, T] int64, T by :func:`padded_length`.
     """
-    longest = max(len(tokens) for tokens, _ in documents)
-    length = -(-longest // multiple) * multiple
+    length = padded_length(max(len(tokens) for tokens, _ in documents), most)
     ids = np.full((len(documents), length), pad_id, dtype=np.int64)
     labels = np.full_like(ids, IGNORE)
     mask = np.zeros_like(ids)

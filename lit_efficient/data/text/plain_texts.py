@@ -19,6 +19,7 @@ import numpy as np
 
 from lit_efficient.data.text.chat_formats import MalformedRow, Row, check_keys, keys_shown, unread
 from lit_efficient.data.text.chat_tokens import Encoded, SplitRow
+from lit_efficient.data.text.collate import padded_length
 from lit_efficient.data.text.document_store import Documents
 from lit_efficient.data.text.pair_formats import Texts, finite_number
 from lit_efficient.data.text.reading import Reader
@@ -296,9 +297,9 @@ class TextRows:
         return sum(int(documents.facts[:, 0].sum()) for documents in self.texts)
 
 
-def padded(rows: Sequence[np.ndarray], value: int, multiple: int = 8) -> np.ndarray:
-    """Return rows [n] of different lengths as one array [B, T], padded on the right to a multiple."""
-    length = -(-max(map(len, rows)) // multiple) * multiple
+def padded(rows: Sequence[np.ndarray], value: int, most: int) -> np.ndarray:
+    """Return rows [n] of at most ``most`` numbers as one array [B, T], padded on the right."""
+    length = padded_length(max(map(len, rows)), most)
     found = np.full((len(rows), length), value, dtype=np.int64)
     for number, row in enumerate(rows):
         found[number, : len(row)] = row

@@ -162,7 +162,8 @@ def test_packed_layout_of_the_collator() -> None:
 
 def test_padded_layout_of_the_collator() -> None:
     d = [(np.array([5, 6, 7]), np.array([5, IGNORE, 7])), (np.array([8, 9]), np.array([8, 9]))]
-    batch = padded_batch(copy.deepcopy(d), pad_id=3, multiple=4)
+    batch = padded_batch(copy.deepcopy(d), pad_id=3, most=4)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 3], [8, 9, 3, 3]]
     assert batch["labels"].tolist() == [[-100, -100, 7, -100], [-100, 9, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert padded_batch(d, most=20)["input_ids"].shape == (2, 8)
