@@ -110,7 +110,7 @@ class TextLabelling(TextTask):
         names = getattr(data, "label_names", None)
         if names is not None:
             self._adopt_names(list(names), "the data")
-        self._pad = getattr(data, "pad_id", None)
+        self._pad = getattr(data, "pad_id", self._pad)
 
     def _adopt_names(self, names: list[str], origin: str) -> None:
         if self.names is not None and self.names != names:
