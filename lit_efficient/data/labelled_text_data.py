@@ -6,15 +6,17 @@ Saves: tokenising (once for each content and setting).
 Costs: reading and hashing the sources at every start; padding: texts are not packed.
 """
 
+import math
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_efficient.data.text.arguments import LabelledRows
 from lit_efficient.data.text.plain_data import PlainTextDataModule, types_of
-from lit_efficient.data.text.plain_texts import LabelIds, Labels, TextReader, TextRows, padded
+from lit_efficient.data.text.plain_texts import LabelIds, Labels, TextReader, TextRows, padded, separate_words
 from lit_efficient.data.text.rows import Source
 from lit_efficient.errors import ConfigurationError, check_choice
 from lit_efficient.losses.next_token import IGNORE
@@ -99,6 +101,14 @@ class LabelledTextData(PlainTextDataModule):
         self._ids = LabelIds(rows.names)
         self._order = np.zeros(0, dtype=np.int64)  # number of each class by that in the cache
 
+    def _load_tokenizer(self) -> Any:
+        tokenizer = super()._load_tokenizer()
+        if self.labels == "tags":
+            problem = separate_words(tokenizer)
+            if problem:
+                rank_zero_warn(f"LabelledTextData: {problem}")
+        return tokenizer
+
     def reader(self, sources: list[Source]) -> TextReader:
         return TextReader(sources, self.labels, self._ids, 0, self.rows.columns, self.rows.max_rows)
 
@@ -134,7 +144,8 @@ class LabelledTextData(PlainTextDataModule):
             return
         names: list[str] = self.report["labels"]
         if self.report["labels_are_texts"]:
-            self.label_names = sorted(names)
+            # By their numbers, if they have such: 9 before 10.
+            self.label_names = sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
         else:
             self.label_names = names
         if len(self.label_names) < 2:

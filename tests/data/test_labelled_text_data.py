@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from lit_efficient import (
@@ -89,6 +90,42 @@ def test_the_first_token_of_a_word_has_its_label(family: str, tmp_path: Path) ->
     assert (batch["labels"][0] != -100).sum() == len(rows[0]["tags"]) - 1
 
 
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "RobertaTokenizer", "PreTrainedTokenizerFast"])
+def test_words_have_the_spaces_that_a_text_has(kind: str, tmp_path: Path) -> None:
+    """Byte-level tokenizers join the words of a list to one word."""
+    import transformers
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate(["<s>", "</s>", "<pad>", "<unk>", "<mask>", *letters])}
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    if kind == "PreTrainedTokenizerFast":
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        made = transformers.PreTrainedTokenizerFast(tokenizer_object=model, **special)
+    else:
+        made = getattr(transformers, kind)(vocab=vocabulary, merges=[], bos_token="<s>", **special)
+    made.save_pretrained(tmp_path / "bytes")
+    rows = [{"tokens": ["a", "cat"], "tags": ["A", "B"]}] * 2
+    source = written(tmp_path / "rows.jsonl", rows)
+    data = LabelledTextData(
+        train=source,
+        val=source,
+        tokenizer=str(tmp_path / "bytes"),
+        labels="tags",
+        batch_size=2,
+        cache_dir=str(tmp_path),
+    )
+    data.prepare_data()
+    data.setup()
+    batch = next(iter(data.val_dataloader()))
+    read = data.chat_tokenizer  # read from the cache, as from an export
+    assert read.decode(batch["input_ids"][0], skip_special_tokens=True) == " a cat"
+    assert batch["input_ids"][0, : batch["attention_mask"][0].sum()].tolist() == read("a cat").input_ids
+    assert [read.decode(i) for i in batch["input_ids"][0][batch["labels"][0] >= 0]] == [" ", " "]
+
+
 def test_names_order_the_classes_and_numbers_are_ids(tmp_path: Path) -> None:
     rows = [{"text": sentence(i), "label": i % 3} for i in range(6)]
     data = _labelled(tmp_path, rows, val_batch_size=6)
@@ -102,6 +139,12 @@ def test_names_order_the_classes_and_numbers_are_ids(tmp_path: Path) -> None:
     named = _labelled(tmp_path / "more", texts, val_batch_size=6, rows=LabelledRows(names=["low", "mid", "high"]))
     (batch,) = named.val_dataloader()
     assert batch["labels"].tolist() == [2, 0, 1] * 2
+    texts = [{"text": sentence(i), "label": ["10", "9", "x", "01", "1"][i % 5]} for i in range(10)]
+    codes = _labelled(tmp_path / "more", texts, val_batch_size=5)
+    assert codes.label_names == ["01", "1", "9", "10", "x"]  # texts are names, also those of digits
+    assert next(iter(codes.val_dataloader()))["labels"].tolist() == [3, 2, 4, 0, 1]
+    with pytest.raises(ConfigurationError, match="label is 1000000000, above 999,999, the largest number of a class"):
+        _labelled(tmp_path, [*rows, {"text": "cat", "label": 10**9}])
     numbers = _labelled(
         tmp_path, [{"text": sentence(i), "label": i / 4} for i in range(6)], labels="number", val_batch_size=6
     )

@@ -103,7 +103,7 @@ class LabelledRows(RowsArguments):
 
     Args:
         names: Names of the classes in order, for labels that are these names or their numbers. null: the sorted labels
-            of the rows, or for numbers all numbers up to the largest one.
+            of the rows. Labels that are numbers, not texts of digits, are the numbers of their classes.
     """
 
     owner = "LabelledTextData"

@@ -45,6 +45,8 @@ FURTHER_TEXT_KEYS: dict[str, tuple[str, ...]] = {
     "embedding": ("negative",),
 }
 
+_MOST = 999_999
+
 
 @dataclass
 class LabelIds:
@@ -61,6 +63,8 @@ class LabelIds:
             MalformedRow: If the label is none of the given names, or of another kind than the others.
         """
         number = _whole(value)
+        if number is not None and self.given is None and isinstance(value, str):
+            number = None  # a name of digits
         if number is None and not (isinstance(value, str) and value.strip()):
             raise MalformedRow(f"{name} is {value!r}, neither a text nor a whole number of at least 0")
         if self.given is not None:
@@ -72,6 +76,8 @@ class LabelIds:
         if number is not None:
             if self.found:
                 raise MalformedRow(f"{name} is the number {value!r}, and other labels are texts")
+            if number > _MOST:
+                raise MalformedRow(f"{name} is {value!r}, above {_MOST:,}, the largest number of a class")
             self.most = max(self.most, number)
             return number
         if self.most >= 0:
@@ -86,12 +92,34 @@ class LabelIds:
 
 
 def _whole(value: object) -> int | None:
-    """Return a whole number of at least 0; None for another value. Tables hold numbers as texts."""
+    """Return a whole number of at least 0, which may be a text, as in tables; None for another value."""
     if isinstance(value, str) and value.strip().isdecimal():
         return int(value)
     if isinstance(value, int | float) and value >= 0 and math.isfinite(value) and value == int(value):
         return int(value)
     return None
+
+
+def separate_words(tokenizer: Any) -> str | None:
+    """Let a byte-level tokenizer write a space before each word of a list, as it does in a text, in place.
+
+    Tokenizers like RoBERTa's join the words of a list without it (``add_prefix_space`` is false).
+
+    Returns:
+        A warning if the tokenizer joins words nevertheless.
+    """
+    from tokenizers import pre_tokenizers
+
+    splitter = tokenizer.backend_tokenizer.pre_tokenizer
+    if isinstance(splitter, pre_tokenizers.ByteLevel) and not splitter.add_prefix_space:
+        splitter.add_prefix_space = True
+        tokenizer.backend_tokenizer.pre_tokenizer = splitter
+        tokenizer.add_prefix_space = True
+        tokenizer.init_kwargs["add_prefix_space"] = True  # read when it is loaded again
+    words = ["a", "b"]
+    if tokenizer(words, is_split_into_words=True).input_ids == tokenizer(" ".join(words)).input_ids:
+        return None
+    return f"{type(tokenizer).__name__} writes the words of a row without the spaces that a text has between words"
 
 
 class TextReader(Reader):
