@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_list
+from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.internals.torch_fx import has_parts
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, find_blocks, trained_blocks
 from lit_efficient.mechanisms.trials.memory import SavedTensors
@@ -210,6 +211,8 @@ def _maps_alone(module: nn.Module, width: int, like: Tensor) -> bool | None:
 
 def _depends_on_first(module: nn.Module, x: Tensor) -> bool:
     """Return whether the outputs of other tokens have a gradient for the first token of each row."""
+    if not has_values(x):  # of a plan, which compares shapes
+        return False
     given = x.detach().requires_grad_()
     with torch.enable_grad():
         others = module(given)[:, 1:]
