@@ -437,17 +437,15 @@ def checkpoints(folder: Path, layers: int) -> Found:
 
 
 def generation(folder: Path, layers: int) -> Found:
-    import torch
 
-    from lit_efficient.models.generation.batched import continue_rows
+    from lit_efficient.models.generation.batched import generate
     from lit_efficient.models.generation.sampling import Sampling
 
     model = _llama(layers)
     tokens = 2048
-    generator = [torch.Generator().manual_seed(0)]
 
     def work() -> None:
-        continue_rows(model, [list(range(tokens))], 1, sampling=Sampling(0.0), generators=generator, stop=set())
+        generate(model, [list(range(tokens))], 1, sampling=Sampling(0.0), seeds=[0], stop=set())
 
     # The gate, the other half and their product of one layer; a position's logits are nothing beside them
     return {"generation": [3 * 2 * tokens * SHAPE["intermediate_size"] / 2**20, peak_of(work)]}

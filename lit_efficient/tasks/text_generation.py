@@ -11,7 +11,7 @@ from lit_efficient.data.text.message_images import as_parts
 from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.errors import ConfigurationError, check_number, refusal
-from lit_efficient.models.generation.batched import continue_rows, longest_row
+from lit_efficient.models.generation.batched import generate, longest_row
 from lit_efficient.models.generation.sampling import Sampling
 
 BATCH_SIZE = 8
@@ -61,33 +61,33 @@ def continuations(
     room = room_for(network, max_new_tokens)
     stop = stop | stop_ids(network, tokenizer)
     rows = [_ids(tokenizer, prompt, special, stop)[-room:] for prompt in prompts]
-    found: dict[int, tuple[str, bool]] = {}
 
     def text_of(i: int, new: list[int]) -> tuple[str, bool]:
         return _before(_decoded_behind(tokenizer, rows[i], new), endings)
 
-    for group in _groups([len(row) for row in rows], batch_size, max_new_tokens):
+    def written(i: int, new: list[int]) -> bool:
+        text, ended = text_of(i, new)
+        if watch is not None:
+            watch(i, text)
+        return ended
 
-        def written(j: int, new: list[int], group: list[int] = group) -> bool:
-            text, ended = text_of(group[j], new)
-            if watch is not None:
-                watch(group[j], text)
-            return ended
-
-        continued = continue_rows(
-            network,
-            [rows[i] for i in group],
-            max_new_tokens,
-            sampling=sampling,
-            stop=stop,
-            written=written if endings or watch else None,
-            generators=[torch.Generator(device).manual_seed(seeds[i]) for i in group],
-        )
-        for i, new in zip(group, continued):
-            by_model = new[-1] in stop
-            text, ended = text_of(i, new[:-1] if by_model else new)
-            found[i] = text, by_model or ended
-    return [found[i] for i in range(len(rows))]
+    samples = generate(
+        network,
+        rows,
+        max_new_tokens,
+        sampling=sampling,
+        seeds=seeds,
+        stop=stop,
+        written=written if endings or watch else None,
+        rows=batch_size,
+        device=device,
+    )
+    found = []
+    for i, sample in enumerate(samples):
+        by_model = sample.end == "stop"
+        text, ended = text_of(i, sample.tokens[:-1] if by_model else sample.tokens)
+        found.append((text, by_model or ended))
+    return found
 
 
 def room_for(network: nn.Module, max_new_tokens: int) -> int:
@@ -114,22 +114,6 @@ def _before(text: str, endings: Sequence[str]) -> tuple[str, bool]:
     if places:
         return text[: min(places)], True
     return text, False
-
-
-def _groups(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
-    """Group rows of similar length into batches, and return their indices.
-
-    Args:
-        lengths: Lengths of the rows.
-        size: Largest number of rows in a batch.
-        most: Largest difference of lengths in a batch.
-    """
-    groups: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not groups or len(groups[-1]) == size or lengths[i] - lengths[groups[-1][0]] > most:
-            groups.append([])
-        groups[-1].append(i)
-    return groups
 
 
 def _ids(tokenizer: Any, prompt: str, special: bool, stop: set[int]) -> list[int]:

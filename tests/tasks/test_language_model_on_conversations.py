@@ -72,9 +72,7 @@ def test_it_stops_where_the_template_ends_a_turn(monkeypatch: pytest.MonkeyPatch
     assert end in model.tokenizer_state["stop"]
     assert model.tokenizer.chat_template == data.chat_tokenizer.chat_template
     drawn = iter([5, 6, end, 7, 8])
-    monkeypatch.setattr(
-        "lit_efficient.models.generation.batched.sample_token", lambda *_: torch.tensor([[next(drawn)]])
-    )
+    monkeypatch.setattr("lit_efficient.models.generation.batched.drawn", lambda *_: torch.tensor([next(drawn)]))
     text = model.generate_text("def", max_new_tokens=5)[0]
     assert text == "def" + model.tokenizer.decode([5, 6])
 

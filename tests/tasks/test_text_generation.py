@@ -34,12 +34,12 @@ def test_the_space_before_the_first_new_word_stays(monkeypatch: pytest.MonkeyPat
     seen = []
 
     def words(logits: torch.Tensor, *_: Any) -> torch.Tensor:
-        return torch.tensor([[next(drawn)]])
+        return torch.tensor([next(drawn)])
 
     drawn = iter([4, 5, 1])
     network = build(CausalLMConfig(config_fields=FAMILIES["llama"]))
     network.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
-    monkeypatch.setattr("lit_efficient.models.generation.batched.sample_token", words)
+    monkeypatch.setattr("lit_efficient.models.generation.batched.drawn", words)
     text = text_generation.continuations(
         network,
         _tokenizer(),

@@ -1,25 +1,54 @@
 """Text generation for several sequences of any lengths in one batch, with any causal network.
 
-Rows are not padded. All are read up to the end of the shortest, then token by token, where a longer prompt supplies its
-own next token in the place of a drawn one. Nothing has to be masked, which state-space models do not support, and every
-token has the position that it has alone.
+Networks that keep the keys and values of their tokens, and nothing else, are continued in :mod:`.cached_rows`: each
+different prompt is read once, all rows draw a token in each step, and a waiting prompt takes the place of a row that
+has ended. Others (recurrent states, convolutions, learned prefixes) are read without padding: all rows up to the end of
+the shortest, then token by token, where a longer prompt supplies its own next token in the place of a drawn one.
 
-Saves: reading the weights from memory for every row but one
-Costs: one step for each token by which the longest prompt exceeds the shortest
+The random numbers of a sample depend on its seed only. Its text therefore does not depend on the other rows, up to
+rounding.
+
+Saves: reading the weights from memory for every row but one; reading a prompt for every sample of it but one
 """
 
 import inspect
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.hugging_face import forget_positions, image_token_ids
-from lit_efficient.models.generation.sampling import Sampling, penalized, sample_token
+from lit_efficient.models.generation.cached_rows import CachedRows, Prompts
+from lit_efficient.models.generation.sampling import Sampling, drawn, penalized, remaining
 from lit_efficient.models.networks.gpt import GPT, KVCache
 from lit_efficient.models.probes.modes import evaluating, whole_precision
 from lit_efficient.models.probes.output_head import hidden_states
+
+End = Literal["stop", "written", "length"]
+
+
+@dataclass
+class Sample:
+    """Continuation of a prompt.
+
+    Args:
+        tokens: new token ids, including the last one.
+        end: ``stop`` (the last token is in ``stop``), ``written`` (the function ``written`` ended it), or ``length``.
+        log_probs: log-probability of each token under the network: ``log_softmax(logits)``, without temperature,
+            penalty and filters. It is what a training forward computes.
+        drawn_log_probs: log-probability of each token under the distribution that it was drawn from, with temperature,
+            penalty and filters.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    end: End = "length"
+    log_probs: list[float] = field(default_factory=list)
+    drawn_log_probs: list[float] = field(default_factory=list)
 
 
 def longest_row(network: nn.Module) -> int:
@@ -56,61 +85,265 @@ def usual_tokens(network: Any) -> Tensor:
 
 
 @torch.no_grad()
-def continue_rows(
+def generate(
     network: nn.Module,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     sampling: Sampling,
-    generators: Sequence[torch.Generator],
+    seeds: Sequence[int],
     stop: set[int],
     written: Callable[[int, list[int]], bool] | None = None,
-) -> list[list[int]]:
+    rows: int | None = None,
+    device: torch.device | None = None,
+) -> list[Sample]:
     """Continue each prompt by at most ``max_new_tokens`` ids, up to and including the first id in ``stop``.
 
-    Unlike ``generate`` of transformers it neither reads nor changes the global random state.
+    Several samples of a prompt are given as equal prompts with different seeds. Unlike ``generate`` of transformers
+    this function neither reads nor changes the global random state.
 
     Args:
         network: a `GPT`, or a causal model of transformers.
         prompts: ids of each prompt, at least one.
         max_new_tokens: maximum number of tokens to add.
         sampling: parameters of sampling.
-        generators: the only source of randomness of each prompt, on the device of the network.
+        seeds: seed of each prompt's random numbers.
         stop: ids that end a text.
-        written: called after each token with the number of its row and all new ids of that row; if it returns true, the
-            row ends.
+        written: called after each token with the number of its prompt and all new ids of it; if it returns true, the
+            sample ends.
+        rows: maximum number of rows in a batch. None: all prompts.
+        device: device on which the network computes. None: that of its weights.
 
-    Returns:
-        The new ids of each prompt.
+    Raises:
+        ConfigurationError: for arguments out of range, and for a prompt that leaves no room for new tokens.
     """
-    rows = [list(prompt) for prompt in prompts]
-    seen = min(map(len, rows))
-    most = max(map(len, rows)) + max_new_tokens
-    ends = [len(row) + max_new_tokens for row in rows]
-    device = generators[0].device
+    sampling.check("generate")
+    check_number("generate", "max_new_tokens", max_new_tokens, least=1, whole=True)
+    check_number("generate", "rows", rows, least=1, whole=True, null=True)
+    if len(seeds) != len(prompts):
+        raise refusal("generate", "seeds", f"one for each of the {len(prompts)} prompts", seeds)
+    longest = longest_row(network)
+    for prompt in prompts:
+        if not 0 < len(prompt) <= longest - max_new_tokens:
+            raise ConfigurationError(
+                f"generate: prompts must have 1 to {longest - max_new_tokens} tokens, because the network reads "
+                f"{longest}, got one of {len(prompt)} tokens"
+            )
+    if not prompts:
+        return []
+    device = device or next(network.parameters()).device
+    samples = [_Row(i, prompt, max_new_tokens, seeds[i]) for i, prompt in enumerate(prompts)]
+    writer = _Writer(network, device, sampling, stop, written, rows or len(prompts))
     forget_positions(network)
     with evaluating(network):
-        pending = torch.tensor([row[:seen] for row in rows], device=device)
-        reader = _Reader(network, most, device)
+        if _is_cached(network, max(map(len, prompts)) + max_new_tokens, device):
+            writer.replace_rows(samples)
+        else:
+            for first in range(0, len(samples), writer.size):
+                writer.read_on(samples[first : first + writer.size])
+    return [row.sample for row in samples]
+
+
+class _Row:
+    """Sample that is being written."""
+
+    def __init__(self, number: int, prompt: Sequence[int], most: int, seed: int) -> None:
+        self.number = number
+        self.ids = list(prompt)
+        self.start = len(prompt)
+        self.most = most
+        self.uniform = torch.rand(most, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+        self.sample = Sample()
+        self.ended = False
+
+    @property
+    def left(self) -> int:
+        """Return the number of tokens that may follow."""
+        return self.most - len(self.sample.tokens)
+
+
+class _Writer:
+    """Writes rows in batches of at most ``size``."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        device: torch.device,
+        sampling: Sampling,
+        stop: set[int],
+        written: Callable[[int, list[int]], bool] | None,
+        size: int,
+    ) -> None:
+        self.network = network
+        self.device = device
+        self.sampling = sampling
+        self.stop = stop
+        self.written = written
+        self.size = size
+
+    def replace_rows(self, samples: Sequence[_Row]) -> None:
+        """Write samples in one cache, where the next prompts take the places of rows that end."""
+        cached = CachedRows(self.network, arguments_of(self.network))
+        waiting = deque(samples)
+        unread = Counter(tuple(row.ids) for row in samples)  # samples of each prompt that have not begun
+        read: dict[tuple[int, ...], tuple[Prompts, int]] = {}
+        live: list[_Row] = []
+        while waiting or live:
+            kept = [i for i, row in enumerate(live) if not row.ended]
+            free = self.size - len(kept)
+            if len(kept) == len(live) and not (waiting and free):
+                tokens = torch.tensor([row.ids[-1] for row in live], device=self.device)
+                self._draw(live, cached.read(tokens))
+                continue
+            new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+            self._read_prompts(cached, read, new)
+            begun = Counter(tuple(row.ids) for row in new)
+            order = list(begun)
+            new.sort(key=lambda row: order.index(tuple(row.ids)))  # rows of one prompt are neighbours in the cache
+            live = [live[i] for i in kept] + new
+            if not live:
+                return
+            added = [(*read[prompt], count) for prompt, count in begun.items()]
+            cached.change(kept, added, max(row.left for row in live))
+            if new:
+                logits = [one.logits[number].expand(count, -1) for one, number, count in added]
+                self._draw(new, torch.cat(logits))
+            unread -= begun
+            read = {prompt: found for prompt, found in read.items() if prompt in unread}
+
+    def _read_prompts(
+        self, cached: CachedRows, read: dict[tuple[int, ...], tuple[Prompts, int]], rows: Sequence[_Row]
+    ) -> None:
+        """Add the prompts of ``rows`` to ``read``, in batches whose rows are padded to at most twice their length."""
+        prompts = sorted({tuple(row.ids) for row in rows} - read.keys(), key=len)
+        while prompts:
+            batch = [prompt for prompt in prompts if len(prompt) <= 2 * len(prompts[0])]
+            prompts = prompts[len(batch) :]
+            found = cached.read_prompts(batch, self.device)
+            read.update({prompt: (found, number) for number, prompt in enumerate(batch)})
+
+    def read_on(self, rows: Sequence[_Row]) -> None:
+        """Write samples whose network has other states than keys and values, without padding."""
+        seen = min(row.start for row in rows)
+        reader = _Reader(self.network, max(row.start + row.most for row in rows), self.device)
+        pending = torch.tensor([row.ids[:seen] for row in rows], device=self.device)
         while True:
             logits = reader.read(pending)
-            drawing = [i for i, row in enumerate(rows) if len(row) == seen < ends[i]]
-            drawn = [_drawn(logits[i : i + 1], rows[i], sampling, generators[i]) for i in drawing]
-            for i, token in zip(drawing, torch.cat(drawn).flatten().tolist() if drawn else ()):
-                rows[i].append(token)
-                if token in stop or (written is not None and written(i, rows[i][len(prompts[i]) :])):
-                    ends[i] = len(rows[i])
-            if all(len(row) == end for row, end in zip(rows, ends)):
-                return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
+            drawing = [i for i, row in enumerate(rows) if len(row.ids) == seen and not row.ended]
+            if drawing:
+                self._draw([rows[i] for i in drawing], logits[drawing])
+            if all(row.ended for row in rows):
+                return
             # A row that has ended reads its last token again, and its logits are ignored.
-            pending = torch.tensor([row[min(seen, len(row) - 1)] for row in rows], device=device)[:, None]
+            tokens = [row.ids[min(seen, len(row.ids) - 1)] for row in rows]
+            pending = torch.tensor(tokens, device=self.device)[:, None]
             seen += 1
 
+    def _draw(self, rows: Sequence[_Row], logits: Tensor) -> None:
+        """Draw the next token of each row from logits ``[B, V]``, and end rows."""
+        how = self.sampling
+        logits = logits.float()
+        changed = logits
+        if how.repetition_penalty != 1.0:
+            seen = [torch.tensor([sorted(set(row.ids))], device=self.device) for row in rows]
+            penalty = how.repetition_penalty
+            changed = torch.cat([penalized(logits[i : i + 1], ids, penalty) for i, ids in enumerate(seen)])
+        log_probs = logits.log_softmax(-1)
+        from_which = log_probs
+        if changed is not logits or how != Sampling(1.0, 1.0):
+            from_which = remaining(changed, how)
+        if how.temperature == 0:
+            tokens = changed.argmax(-1)
+        else:
+            uniform = [row.uniform[len(row.sample.tokens)] for row in rows]
+            tokens = drawn(from_which, torch.tensor(uniform, device=self.device, dtype=torch.float64))
+        chosen = tokens[:, None]
+        columns = (tokens, log_probs.gather(-1, chosen)[:, 0], from_which.gather(-1, chosen)[:, 0])
+        found = torch.stack([column.double() for column in columns], 1).tolist()  # one transfer from a device
+        for row, (token, log_prob, drawn_log_prob) in zip(rows, found):
+            self._append(row, int(token), log_prob, drawn_log_prob)
 
-def _drawn(logits: Tensor, row: list[int], how: Sampling, generator: torch.Generator) -> Tensor:
-    if how.repetition_penalty != 1.0:
-        logits = penalized(logits, torch.tensor([sorted(set(row))], device=logits.device), how.repetition_penalty)
-    return sample_token(logits, how.temperature, how.top_p, generator, how.top_k, how.min_p)
+    def _append(self, row: _Row, token: int, log_prob: float, drawn_log_prob: float) -> None:
+        sample = row.sample
+        row.ids.append(token)
+        sample.tokens.append(token)
+        sample.log_probs.append(log_prob)
+        sample.drawn_log_probs.append(drawn_log_prob)
+        row.ended = True
+        if token in self.stop:
+            sample.end = "stop"
+        elif self.written is not None and self.written(row.number, sample.tokens):
+            sample.end = "written"
+        else:
+            row.ended = not row.left
+
+
+_CACHED: weakref.WeakKeyDictionary[nn.Module, tuple[list[type], dict[int, bool]]] = weakref.WeakKeyDictionary()
+
+
+def _is_cached(network: nn.Module, most: int, device: torch.device) -> bool:
+    """Return whether :class:`CachedRows` continues rows of up to ``most`` tokens as the network reads them alone.
+
+    The answers are kept, because training generates often. They depend on the classes of a network's modules, which
+    techniques may change, and not on its weights.
+    """
+    classes = [type(part) for part in network.modules()]
+    known = _CACHED.get(network)
+    if known is None or known[0] != classes:
+        known = _CACHED[network] = (classes, {})
+    answers = known[1]
+    for length in _lengths(network, most):
+        if length not in answers:
+            answers[length] = _continues_padded(network, usual_tokens(network).to(device), length)
+        if not answers[length]:
+            return False
+    return True
+
+
+def _lengths(network: nn.Module, most: int) -> list[int]:
+    """Return lengths of rows for trials, up to ``most``. A shorter run never reaches the end of a window or chunk."""
+    if isinstance(network, GPT):
+        return [8]
+    ends = [number + 2 for number in _numbers(network)]
+    return [8, *(end for end in ends if 8 < end <= min(most, longest_row(network)))]
+
+
+def _continues_padded(network: nn.Module, tokens: Tensor, length: int) -> bool:
+    """Return whether two rows, one of ``length`` tokens and a short one, have the same logits as each row alone.
+
+    Columns before the short row are filled with numbers that would change its logits if it saw them.
+    """
+    close = 1e-3 if whole_precision(network, tokens.device) else 0.1
+    index = torch.arange(length)
+    long, short = tokens[torch.stack((index, -1 - index)) % len(tokens)].tolist()
+    short = short[:7]
+    try:
+        rows = CachedRows(network, arguments_of(network), filler=50.0)
+        found = rows.read_prompts([short[:3], short[:3], long[: length - 4]], tokens.device)
+        rows.change([], [(found, 2, 1), (found, 0, 1)], 4)
+        parts = [found.logits[[2, 0]]]
+        for i in range(4):
+            last = torch.tensor([long[length - 4 + i], short[3 + i]], device=tokens.device)
+            parts.append(rows.read(last))
+        for row, ids in enumerate((long, short)):
+            whole = _last_logits(network, torch.tensor([ids], device=tokens.device), 5).float()
+            ours = torch.stack([part[row] for part in parts]).float()
+            if not bool((ours - whole).abs().max() <= close * whole.abs().max()):
+                return False
+    except Exception:  # each network fails in its own way
+        return False
+    return True
+
+
+def _last_logits(network: Any, ids: Tensor, count: int) -> Tensor:
+    """Return the last logits ``[count, V]`` of one row, read at once."""
+    if isinstance(network, GPT):
+        logits: Tensor = network(ids)
+    else:
+        # Logits of a long row and a large vocabulary need much memory.
+        last = {"logits_to_keep": count} if "logits_to_keep" in arguments_of(network) else {}
+        logits = network(input_ids=ids, use_cache=False, **last).logits
+    return logits[0, -count:]
 
 
 class _Reader:

@@ -53,26 +53,46 @@ def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return logits.scatter(-1, seen, torch.where(before > 0, before / penalty, before * penalty))
 
 
-def probabilities(
-    logits: Tensor, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Apply the filters to logits ``[B, V]``.
+def remaining(logits: Tensor, how: Sampling) -> Tensor:
+    """Return the log-probabilities ``[B, V]`` of the distribution that tokens are drawn from.
 
-    Returns:
-        Probabilities, not normalised, zero where a filter removes the token, in descending order; and their tokens.
-        Both ``[B, V]``.
+    Temperature and filters are applied to logits ``[B, V]``. Removed tokens have the log-probability -inf. At
+    temperature 0 only the most probable token remains.
     """
-    scores = logits.float() / temperature
-    if top_k:
-        least = scores.topk(min(top_k, scores.shape[-1])).values[..., -1:]
+    logits = logits.float()
+    if how.temperature == 0:
+        removed = torch.full_like(logits, -torch.inf)
+        return removed.scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
+    scores = logits / how.temperature
+    if how.top_k:
+        least = scores.topk(min(how.top_k, scores.shape[-1])).values[..., -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)
-    probability, token = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    gone = probability < min_p * probability[..., :1]
-    if top_p < 1:
-        # Sum the probabilities of all more probable tokens as integers: CUDA's cumsum of floats is not deterministic.
-        parts = (probability * _UNIT).long()
-        gone |= parts.cumsum(-1) - parts >= top_p * _UNIT
-    return probability.masked_fill(gone, 0.0), token
+    if how.top_p < 1 or how.min_p > 0:
+        probability = scores.softmax(-1)
+        gone = probability < how.min_p * probability.amax(-1, keepdim=True)
+        if how.top_p < 1:
+            probability, token = probability.sort(dim=-1, descending=True, stable=True)
+            # Sum the probabilities of all more probable tokens as integers: CUDA's cumsum of floats is not
+            # deterministic.
+            parts = (probability * _UNIT).long()
+            late = parts.cumsum(-1) - parts >= how.top_p * _UNIT
+            gone |= torch.empty_like(late).scatter(-1, token, late)
+        scores = scores.masked_fill(gone, -torch.inf)
+    return scores.log_softmax(-1)
+
+
+def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
+    """Return one token for each row, ``[B]``: the inverse of the cumulative distribution at a uniform number.
+
+    The number decides alone, so a row's token does not depend on the other rows of a batch.
+
+    Args:
+        log_probs: ``[B, V]``.
+        uniform: ``[B]`` float64, in [0, 1).
+    """
+    below = (log_probs.exp() * _UNIT).long().cumsum(-1)
+    place = (uniform * below[:, -1]).long()
+    return torch.searchsorted(below, place[:, None], right=True)[:, 0]
 
 
 def sample_token(
@@ -93,9 +113,9 @@ def sample_token(
         top_k: number of tokens kept; 0 is all.
         min_p: smallest probability kept, as a share of the highest.
     """
-    Sampling(temperature, top_p, top_k, min_p).check("sample_token")
+    how = Sampling(temperature, top_p, top_k, min_p)
+    how.check("sample_token")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    probability, token = probabilities(logits, temperature, top_p, top_k, min_p)
-    # multinomial normalises the remaining probabilities.
-    return token.gather(-1, torch.multinomial(probability, 1, generator=generator))
+    uniform = torch.rand(len(logits), generator=generator, device=logits.device, dtype=torch.float64)
+    return drawn(remaining(logits, how), uniform)[:, None]

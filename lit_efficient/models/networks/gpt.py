@@ -199,26 +199,34 @@ class KVCache:
         self.length = 0
         # Keys that later queries may see, [B, length] bool, including the tokens of the next append. None: all.
         self.kept: Tensor | None = None
-        self._store: Tensor | None = None
+        # Positions of the tokens of the next append, [B, T]. None: they continue the cache's length. The network reads
+        # those of its first block.
+        self.positions: Tensor | None = None
+        self.stores: tuple[Tensor, Tensor] | None = None  # keys and values, [B, heads, max_length, head_dim] each
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values ``[B, heads, T, head_dim]`` and return all so far, ``[B, heads, length,
         head_dim]``.
         """
-        if self._store is None:
-            batch, heads, _, head_dim = key.shape
-            self._store = key.new_empty(2, batch, heads, self.max_length, head_dim)
+        if self.stores is None:
+            self.stores = (_empty(key, self.max_length), _empty(value, self.max_length))
         stop = self.length + key.shape[2]
-        self._store[0, :, :, self.length : stop] = key
-        self._store[1, :, :, self.length : stop] = value
+        keys, values = self.stores
+        keys[:, :, self.length : stop] = key
+        values[:, :, self.length : stop] = value
         self.length = stop
-        return self._store[0, :, :, :stop], self._store[1, :, :, :stop]
+        return keys[:, :, :stop], values[:, :, :stop]
 
     def zeros(self, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of ``length`` tokens, all zero. The cache must hold tokens already."""
-        assert self._store is not None
-        _, batch, heads, _, head_dim = self._store.shape
-        return tuple(self._store.new_zeros(2, batch, heads, length, head_dim))
+        assert self.stores is not None
+        keys, values = self.stores
+        return torch.zeros_like(keys[:, :, :length]), torch.zeros_like(values[:, :, :length])
+
+
+def _empty(like: Tensor, length: int) -> Tensor:
+    batch, heads, _, head_dim = like.shape
+    return like.new_empty(batch, heads, length, head_dim)
 
 
 class GPTAttention(nn.Module):
@@ -390,13 +398,18 @@ class GPT(nn.Module):
         if position_ids is not None and cache is not None:
             raise ConfigurationError("GPT: position_ids of packed documents cannot be combined with a cache.")
         x = self.embedding(input_ids)
+        theta = self.config.constants.rope_theta
         if position_ids is not None:
-            theta = self.config.constants.rope_theta
             rotary, starts = packed_layout(position_ids, input_ids.shape[1], self.config.head_dim, theta)
             for block in self.blocks:
                 x = block(x, rotary, None, starts)
             return in_autocast_dtype(self.norm(x))
-        rotary = rotary_table(start, stop, self.config.head_dim, self.config.constants.rope_theta, input_ids.device)
+        positions = getattr(cache[0], "positions", None) if cache else None  # a learned prefix has none
+        if positions is not None:
+            start = 0
+        rotary = rotary_table(start, stop, self.config.head_dim, theta, input_ids.device)
+        if positions is not None:
+            rotary = rotary[0][:, positions].transpose(0, 1)  # (B, 2, T, head_dim / 2)
         for index, block in enumerate(self.blocks):
             x = block(x, rotary) if cache is None else block(x, rotary, cache[index])
         return in_autocast_dtype(self.norm(x))

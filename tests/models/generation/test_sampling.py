@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.models.generation.sampling import Sampling, penalized, probabilities, sample_token
+from lit_efficient.models.generation.sampling import Sampling, drawn, penalized, remaining, sample_token
 
 VOCABULARY = 50
 CASES = list(
@@ -41,8 +41,7 @@ def test_what_is_left_is_what_transformers_leaves() -> None:
         logits = torch.randn(2, VOCABULARY, generator=generator) * (0.5 if spread else 4)
         seen = torch.randint(VOCABULARY, (2, 9), generator=generator)
         how = Sampling(temperature, top_p, top_k, min_p, penalty)
-        left, token = probabilities(penalized(logits, seen, penalty), temperature, top_p, top_k, min_p)
-        ours = torch.zeros_like(left).scatter(-1, token, left / left.sum(-1, keepdim=True))
+        ours = remaining(penalized(logits, seen, penalty), how).exp()
         expected = theirs(logits, seen, how)
         assert torch.equal(ours > 0, expected > 0), how
         torch.testing.assert_close(ours, expected)
@@ -53,10 +52,17 @@ def test_draws_are_those_of_the_distribution() -> None:
     how = Sampling(1.3, 0.9, 5, 0.05)
     expected = theirs(logits, torch.zeros(1, 0, dtype=torch.long), how)
     generator = torch.Generator().manual_seed(0)
-    drawn = sample_token(logits.expand(20_000, -1), 1.3, 0.9, generator, 5, 0.05).flatten()
-    frequency = torch.bincount(drawn, minlength=8) / 20_000
+    tokens = sample_token(logits.expand(20_000, -1), 1.3, 0.9, generator, 5, 0.05).flatten()
+    frequency = torch.bincount(tokens, minlength=8) / 20_000
     torch.testing.assert_close(frequency, expected[0], atol=0.015, rtol=0)
     assert not frequency[expected[0] == 0].any()
+
+
+def test_a_uniform_number_decides_a_row_alone() -> None:
+    probability = torch.tensor([[0.25, 0.0, 0.5, 0.25], [0.0, 1.0, 0.0, 0.0]])
+    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
+    for number, token in zip(numbers, [0, 0, 2, 2, 3, 3]):
+        assert drawn(probability.log(), number.expand(2)).tolist() == [token, 1]
 
 
 @pytest.mark.parametrize(
