@@ -152,7 +152,8 @@ class _Row:
         self.ids = list(prompt)
         self.start = len(prompt)
         self.most = most
-        self.uniform = torch.rand(most, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+        draw = torch.Generator("cpu").manual_seed(seed)
+        self.uniform = torch.rand(most, generator=draw, dtype=torch.float64, device="cpu").tolist()
         self.sample = Sample()
         self.ended = False
 
