@@ -339,12 +339,13 @@ def _continues_padded(network: nn.Module, tokens: Tensor, length: int) -> bool:
 def _last_logits(network: Any, ids: Tensor, count: int) -> Tensor:
     """Return the last logits ``[count, V]`` of one row, read at once."""
     if isinstance(network, GPT):
-        logits: Tensor = network(ids)
+        logits = network(ids)
     else:
         # Logits of a long row and a large vocabulary need much memory.
         last = {"logits_to_keep": count} if "logits_to_keep" in arguments_of(network) else {}
         logits = network(input_ids=ids, use_cache=False, **last).logits
-    return logits[0, -count:]
+    found: Tensor = logits[0, -count:]
+    return found
 
 
 class _Reader:

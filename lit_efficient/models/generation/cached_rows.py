@@ -55,7 +55,6 @@ class CachedRows:
         self.lengths: list[int] = []
         self.caches: list[KVCache | None] = []
         self.theirs: Any = None  # cache of transformers whose layers keep their keys and values in `caches`
-        self.head = None
         if isinstance(network, GPT):
             self.caches = [KVCache(0) for _ in network.blocks]
         else:
@@ -65,10 +64,7 @@ class CachedRows:
                 raise Unsupported
             self.theirs = cache_for(network)
             self.caches = [getattr(layer, "held", None) for layer in self.theirs.layers]
-        head = output_head(network).module
-        if not isinstance(head, nn.Module):
-            raise Unsupported
-        self.head = head
+        self.head = output_head(network).module
 
     @property
     def width(self) -> int:
@@ -83,7 +79,7 @@ class CachedRows:
         lengths = [len(prompt) for prompt in prompts]
         most = max(lengths)
         ids = torch.tensor([[*prompt, *prompt[-1:] * (most - len(prompt))] for prompt in prompts], device=device)
-        caches = [cache and KVCache(most) for cache in self.caches]
+        caches = [None if cache is None else KVCache(most) for cache in self.caches]
         logits = self._run(ids, caches, [length - 1 for length in lengths])
         return Prompts(caches, lengths, logits)
 
@@ -148,7 +144,7 @@ class CachedRows:
         seen: Tensor | None = None,
     ) -> Tensor:
         """Return the logits ``[B, V]`` behind column ``last`` of ``ids``, and add keys and values to ``caches``."""
-        lengths = [cache and cache.length + ids.shape[1] for cache in caches]
+        lengths = [None if cache is None else cache.length + ids.shape[1] for cache in caches]
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.theirs is None:
             for cache in caches:
