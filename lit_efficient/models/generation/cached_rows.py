@@ -60,9 +60,9 @@ class CachedRows:
         else:
             from lit_efficient.models.generation.transformers_cache import cache_for
 
-            if "past_key_values" not in arguments:
+            self.theirs = cache_for(network) if "past_key_values" in arguments else None
+            if self.theirs is None:
                 raise Unsupported
-            self.theirs = cache_for(network)
             self.caches = [getattr(layer, "held", None) for layer in self.theirs.layers]
         self.head = output_head(network).module
 

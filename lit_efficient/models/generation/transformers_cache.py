@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lit_efficient.models.generation.cached_rows import Unsupported
 from lit_efficient.models.networks.gpt import KVCache
 
 
@@ -59,11 +58,11 @@ class HeldCache(DynamicCache):
         return output.past_key_values is self and kinds <= {HeldLayer, DummyLayer} and set(vars(self)) == self.own
 
 
-def cache_for(network: nn.Module) -> HeldCache:
+def cache_for(network: nn.Module) -> HeldCache | None:
     """Return an empty cache for a network.
 
-    Raises:
-        Unsupported: If its cache has layers that keep anything else than keys and values, such as recurrent states.
+    Returns:
+        None if the network's cache has layers that keep anything else than keys and values, such as recurrent states.
     """
     layers: list[Any] = []
     for layer in DynamicCache(config=network.config).layers:  # type: ignore[arg-type]
@@ -74,7 +73,5 @@ def cache_for(network: nn.Module) -> HeldCache:
         elif type(layer) is DummyLayer:
             layers.append(layer)
         else:
-            raise Unsupported
-    if not layers:
-        raise Unsupported
-    return HeldCache(layers)
+            return None
+    return HeldCache(layers) if layers else None
