@@ -401,6 +401,8 @@ def test_what_lies_far_apart_is_asked_in_a_row_as_long_as_the_batchs() -> None:
     [
         ("minimax_m3_vl_text", {"index_block_size": 32, "index_topk_blocks": 2}),
         ("doge", {"keep_window_size": 32}),
+        ("glm_moe_dsa", {"index_topk": 32, "index_n_heads": 32}),
+        ("deepseek_v32", {"index_topk": 32, "index_n_heads": 32}),
     ],
 )
 def test_choices_among_tokens_are_refused_in_rows_in_which_not_all_are_chosen(

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lit_efficient.internals.torch_dispatch import no_dispatch_modes
+
 _MOST = 1 << 27  # numbers in the gradients that are compared at the same time
 
 
@@ -140,7 +142,9 @@ def lookup_difference(packed: Lookups, alone: Lookups, share: float = 1.0) -> fl
     own = packed.gradients[:, -alone.gradients.shape[1] :]
     size = torch.maximum(own, alone.gradients)
     differences = (own - alone.gradients).abs() / size.clamp(min=1e-6 * float(size.max()))
-    return float(differences.quantile(share))
+    # Without dispatch modes, because ChoicesByPlace changes the order into which quantile sorts.
+    with no_dispatch_modes():
+        return float(differences.quantile(share))
 
 
 def _parts(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
