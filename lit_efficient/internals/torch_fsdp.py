@@ -1,9 +1,12 @@
-"""Private state of FSDP2, which it creates in the first forward pass. Checked with torch 2.13."""
+"""Private state of FSDP. That of FSDP2 is created in the first forward pass. Checked with torch 2.13."""
 
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_in_flat_vector
+
+__all__ = ["drop_gathered", "is_in_flat_vector", "make_root", "never_gathered", "sharded_modules"]
 
 
 def make_root(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ gates, biases and weights of zero, in eval mode and in the network's own mode:
 
 Gradients in 16 bits are compared with a larger tolerance. A network in shards cannot be differentiated in the middle of
 a step. In both cases B's logits must also equal those without A while small matrices are enlarged, dropout is off and
-choices are made by place. Shards of whole layers in one vector, as of FSDP1, are not enlarged.
+choices are made by place.
 
 A network that is accepted is called 50 to 160 times, with five rows of 16 tokens or with one, and about every third
 time with a backward pass. Up to 40 of these calls have one row of the length of packed rows, because some layers
@@ -693,7 +693,9 @@ def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[list[nn.M
         for value in vars(owner).values():
             if isinstance(value, nn.Module):
                 parts += value.modules()
-    held = [value for part in parts for value in held_beside(part)]
+    # Tensors that need gradients are no state, but results, or FSDP's views of gathered weights.
+    beside = [value for part in parts for value in held_beside(part)]
+    held = [value for value in beside if not (isinstance(value, Tensor) and value.requires_grad)]
     record = Rewind(held, parts, outside=_left_alone)
     kind = device.type
     # Without autocast's cache: the training step must not find weights there that were cast without gradients.

@@ -1,8 +1,9 @@
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lit_efficient.internals import torch_fsdp
@@ -52,5 +53,19 @@ def test_what_has_been_gathered_goes_in_the_midst_of_a_forward_pass_too():
         assert not isinstance(network.weight, DTensor)
         torch_fsdp.drop_gathered(network)
         assert isinstance(network.weight, DTensor)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@leans_on("torch", "_common_utils._is_fsdp_flattened", "torch_fsdp")
+@pytest.mark.parametrize("keeps_names", [True, False])
+def test_weights_in_a_flat_vector_are_marked(keeps_names: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        network = nn.Linear(2, 2)
+        assert not any(map(torch_fsdp.is_in_flat_vector, network.parameters()))
+        flat = FullyShardedDataParallel(network, use_orig_params=keeps_names, device_id=torch.device("cpu"))
+        assert all(map(torch_fsdp.is_in_flat_vector, flat.parameters()))
     finally:
         dist.destroy_process_group()

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader
 
 from lit_efficient import ConfigurationError, LanguageModeling
-from lit_efficient.models.networks.gpt import GPTConfig
+from lit_efficient.mechanisms.documents import DocumentRows
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
+from lit_efficient.models.probes import noise
 from lit_efficient.models.probes.noise import shards_again
 from tests.mechanisms.test_documents import HIDDEN, WITH_SPECIAL, add
 from tests.support import trainer
@@ -66,3 +71,55 @@ def asked(strategy: Callable[[], Any], precision: str = "32-true") -> None:
         said = "is not causal" if "later" in path else "does not isolate the documents"
         with pytest.raises(ConfigurationError, match=said):
             run.fit(module, DataLoader(rows, 1))
+
+
+class Asking(nn.Module):
+    """A module that asks in its forward pass, in which the weights outside of the blocks are gathered."""
+
+    def __init__(self, network: GPT) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self) -> Tensor:
+        DocumentRows("Task").arguments(self.network, WITH_SPECIAL, _all_agree)
+        logits: Tensor = self.network(input_ids=WITH_SPECIAL["input_ids"])
+        return logits.sum()
+
+
+def _all_agree(decision: bool) -> bool:
+    number = torch.tensor(int(decision))
+    dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    return bool(number)
+
+
+def in_flat_vectors(keeps_names: bool, longest_vector: int) -> None:
+    """Ask under torch's first FSDP, which keeps all weights of a block in one vector.
+
+    Args:
+        keeps_names: Whether FSDP presents parts of the vector as parameters.
+        longest_vector: Largest length of a vector that gets noise. Large networks have longer ones.
+    """
+    dist.init_process_group("gloo")
+    noise._LONGEST_VECTOR = longest_vector
+    for path in ("none", *HIDDEN):
+        if path == "gate of zero" and not longest_vector:  # nothing but noise opens it
+            continue
+        torch.manual_seed(0)
+        network = GPT(CONFIG)
+        if path != "none":
+            add(network, HIDDEN[path]())
+        module = FullyShardedDataParallel(
+            Asking(network),
+            auto_wrap_policy=ModuleWrapPolicy({type(network.blocks[0])}),
+            use_orig_params=keeps_names,
+            device_id=torch.device("cpu"),
+        )
+        before = [p.detach().clone() for p in module.parameters()]
+        if path == "none":
+            module().backward()
+            assert all(torch.equal(p, own) for p, own in zip(module.parameters(), before, strict=True))
+            continue
+        said = "is not causal" if "later" in path else "does not isolate the documents"
+        with pytest.raises(ConfigurationError, match=said):
+            module()
+    dist.destroy_process_group()

@@ -260,6 +260,15 @@ def test_packed_documents_are_isolated_or_refused_in_shards(precision: str, tmp_
     run_ranks(isolation.asked, tmp_path, sharded.strategy, precision)
 
 
+@pytest.mark.turns(4, family="ranks")
+@pytest.mark.parametrize(("keeps_names", "longest_vector"), [(True, 1 << 20), (True, 0), (False, 1 << 20)])
+def test_packed_documents_are_isolated_or_refused_in_flat_vectors(
+    keeps_names: bool, longest_vector: int, tmp_path: Path
+) -> None:
+    """Of torch's first FSDP, which users may choose."""
+    run_ranks(isolation.in_flat_vectors, tmp_path, keeps_names, longest_vector)
+
+
 def test_arguments_out_of_range_are_refused() -> None:
     for arguments, said in (
         ({"replicas": 0}, "replicas must be a whole number of at least 1"),

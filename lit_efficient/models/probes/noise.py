@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.internals.torch_dispatch import has_values
-from lit_efficient.internals.torch_fsdp import sharded_modules
+from lit_efficient.internals.torch_fsdp import is_in_flat_vector, sharded_modules
 from lit_efficient.surgery import is_sharded
 
 # Gates and biases are no longer. Some strategies keep all weights of a layer in one vector.
@@ -65,10 +65,10 @@ def enlarged(network: nn.Module) -> Iterator[None]:
     """Run the body with small matrices enlarged to a root mean square of about ``1 / sqrt(width)``.
 
     Small weights hide paths between tokens, which training may widen. The factors are powers of two, so that all
-    weights are restored exactly without a copy. Quantised weights and shards of all weights of a layer in one vector
-    stay as they are.
+    weights are restored exactly without a copy. Quantised weights stay as they are. FSDP's vectors of all weights of
+    some layers count as one matrix.
     """
-    matrices = [p for p in network.parameters() if _is_plain(p) and len(_shape(p)) > 1]
+    matrices = [p for p in network.parameters() if _is_plain(p) and _width(p)]
     held = [_held(p) for p in matrices]
     exponents = []
     if held:
@@ -77,7 +77,7 @@ def enlarged(network: nn.Module) -> Iterator[None]:
         for p, tensor, norm, most in zip(
             matrices, held, torch.stack(squares).tolist(), torch.stack(largest).tolist(), strict=True
         ):
-            exponents.append(_exponent(norm / tensor.numel() ** 0.5, most, _shape(p)[-1]))
+            exponents.append(_exponent(norm / tensor.numel() ** 0.5, most, _width(p)))
     for tensor, exponent in zip(held, exponents, strict=True):
         tensor.mul_(2.0**exponent)
     try:
@@ -132,11 +132,20 @@ def _held(parameter: Any) -> Any:
         return parameter.to_local().detach()
     if not parameter.numel() and hasattr(parameter, "ds_tensor"):  # DeepSpeed's stage 3
         return parameter.ds_tensor.detach()
-    return parameter.detach()
+    # Not detach(): autograd would count changes, and refuse FSDP's views of the vector that holds all weights.
+    return parameter.data
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _width(parameter: Any) -> int:
+    """Return the number of columns of a matrix, and 0 for a vector."""
+    shape = _shape(parameter)
+    if len(shape) > 1:
+        return shape[-1]
+    return math.isqrt(parameter.numel()) if is_in_flat_vector(parameter) else 0
 
 
 def _small(like: Tensor) -> Tensor:
