@@ -96,6 +96,36 @@ def _newest_run(word: str | None, root: Path) -> Path | None:
     return real(max(runs)) if runs else None
 
 
+def with_its_name(checkpoint: str) -> str:
+    """Rename the last checkpoint of a run that was killed before it could do so.
+
+    Args:
+        checkpoint: Path of a checkpoint from which no step is left.
+
+    Returns:
+        Its path. It is the given one if the checkpoint has its name, or if its run has not ended.
+    """
+    written = Path(checkpoint)
+    main = rank_zero_only.rank == 0  # type: ignore[attr-defined]  # of a function
+    if not main or written.name != END or read_record(written.parent) is None:
+        return checkpoint
+    held = hold(written.parent)
+    if held is None:
+        return checkpoint
+    last = written.with_name(LAST)
+    _rename(written, last)
+    if held >= 0:
+        os.close(held)
+    return str(last)
+
+
+def _rename(written: Path, last: Path) -> None:
+    if last.is_dir():
+        remove_whole(last)
+    written.replace(last)
+    written.unlink(missing_ok=True)  # renaming one of two names of the same file does nothing
+
+
 def _parent(checkpoint: Path, root: Path) -> str:
     """Return the path by which a folder below ``root`` names its parent. It stays right if the root is moved."""
     path = Path(os.path.realpath(checkpoint))
@@ -350,10 +380,7 @@ class LastCheckpoint(Checkpoint):
         if not trainer.strategy.broadcast(written.exists()):
             return
         if trainer.is_global_zero:
-            if last.is_dir():
-                remove_whole(last)
-            written.replace(last)
-            written.unlink(missing_ok=True)  # renaming one of two names of the same file does nothing
+            _rename(written, last)
         trainer.strategy.barrier()
         self.last_model_path = str(last)
 
