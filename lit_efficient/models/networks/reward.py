@@ -56,7 +56,9 @@ def with_score(network: Any) -> nn.Module:
         width = network.config.dim
     else:
         width = int(network.config.get_text_config().hidden_size)
-        network.set_output_embeddings(nn.Identity())
+        head = nn.Identity()
+        head.register_parameter("bias", None)  # families such as BERT take over the bias of the new layer
+        network.set_output_embeddings(head)
     device = None
     if not weights_wait(network):
         device = next(network.parameters()).device
@@ -64,6 +66,10 @@ def with_score(network: Any) -> nn.Module:
     nn.init.zeros_(score.weight)
     if not isinstance(network, GPT):
         network = _as_classifier(network) or network
+        # Heads of encoders consist of more layers, which no loss reads.
+        used = set(network.base_model.parameters())
+        for parameter in set(network.parameters()) - used:
+            parameter.requires_grad_(False)
     network.score = score
     return network
 
