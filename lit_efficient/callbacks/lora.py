@@ -80,9 +80,10 @@ class LoRA(AdapterTechnique):
         modules_to_save: Patterns of modules that train in full, such as a new head, and are saved in checkpoints.
         trainable_token_indices: Ids of tokens whose rows of the embeddings and of the output head train, as in peft.
             ``new`` means the rows that ``resize_vocabulary`` added, the tokens in ``chat.new_tokens`` of the data, and
-            those that the tokenizer of the model lacks and that of the data has.
-            A model with such tokens needs a choice: this argument, or modules_to_save with both layers. An empty list
-            keeps the rows frozen.
+            those that the tokenizer of the model lacks and that of the data has. Tokens that were added to the
+            tokenizer in the model's own folder look like its own: name them in ``chat.new_tokens``. A model with
+            new tokens needs a choice: this argument, or modules_to_save with both layers. An empty list keeps the rows
+            frozen.
         save_base: If true, checkpoints also hold the frozen weights.
         seed: Seed of the adapters' initial values, which are the same on all ranks.
         beside: Further adapters on the same base, as a mapping from name to folder (as in ``start_from``). They do

@@ -257,7 +257,8 @@ class Distillation(LanguageModeling):
         else:  # without agreement of the processes: only one of them runs the teacher that fills a cache
             inputs = self._read.arguments(network, batch)
         if id(network) not in self._checked:
-            check_head(network, {"input_ids": batch["input_ids"]})
+            options = {name: value for name, value in inputs.items() if isinstance(value, bool)}  # such as use_cache
+            check_head(network, {"input_ids": batch["input_ids"], **options})
             self._checked.add(id(network))
         with masks_unread(self.device):
             hidden, output = hidden_states(network, {**inputs, **(further or {})})
