@@ -163,7 +163,7 @@ class DocumentRows:
             self._tested = network
             self._way = _usual_way(network)
         elif self._tested is not network or untested:
-            with _undisturbed(network, batch["input_ids"].device) as in_training:
+            with undisturbed(network, batch["input_ids"].device) as in_training:
                 probe = _Probe(network, batch["input_ids"], plain, in_training)
                 if self._tested is not network:
                     self._way = None
@@ -680,7 +680,7 @@ def _in_training(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed(network: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
+def undisturbed(network: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
     """Context for calls of a network in eval mode, eagerly and without gradients, that leave no trace.
 
     The value is the list of the parts that were in training mode, or recompute their activations in that mode alone.

@@ -43,8 +43,6 @@ class ReferenceTask(PairTask):
 
     compares_log_probs = True
     without_reference = ""  # advice for a strategy that shards a copy of the weights
-    prefixes: tuple[str, ...]
-    """Prefixes of the tensors of each answer in a batch."""
 
     def __init__(
         self,
@@ -61,6 +59,11 @@ class ReferenceTask(PairTask):
         self._caches: list[ReferenceCache] = []  # of the data for training, and for validation
         self._reference: Reference | None = None
         self._fingerprint: str | None = None  # of the reference in the run that wrote the checkpoint
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the tensors of each answer in a batch."""
+        raise NotImplementedError
 
     @property
     def needs_reference(self) -> bool:

@@ -5,11 +5,14 @@ from dataclasses import asdict
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.internals.lightning_trainer import trainer_of
+from lit_efficient.internals.torch_dispatch import has_values
+from lit_efficient.mechanisms.padding import reads_padding
 from lit_efficient.models.generation.batched import arguments_of
 from lit_efficient.models.libraries.causal_lm import DRAWN, CausalLMConfig
 from lit_efficient.tasks.language_modeling import LanguageModeling
@@ -55,8 +58,22 @@ class TextTask(LanguageModeling):
                 f"{type(self).__name__}: {listed(frozen)} are not in the files of the model, so they are random, and "
                 f"they are frozen: set modules_to_save=[{layer!r}] of the adapters"
             )
+        self._check_padding()
         if drawn:
             rank_zero_info(f"{type(self).__name__}: {listed(drawn, 5)} are not in the files of the model and are drawn")
+
+    def _check_padding(self) -> None:
+        """Refuse a network that needs padding on the left, which the data has on the right, and warn of one that never
+        masks padding.
+        """
+        pad = getattr(getattr(trainer_of(self), "datamodule", None), "pad_id", None)
+        network = self._built()
+        if pad is None or not has_values(next(network.parameters())) or not reads_padding(network, self, pad):
+            return
+        about = f"{type(self).__name__}: outputs of {type(network).__name__} depend on padding to the right of texts"
+        if not reads_padding(network, self, pad, left=True):
+            raise ConfigurationError(f"{about}: it needs padding to the left. Use another model")
+        rank_zero_warn(f"{about}: it masks none, so the outputs of a text change with its batch")
 
     def _needs(self, name: str) -> bool:
         """Return whether the task uses a parameter."""

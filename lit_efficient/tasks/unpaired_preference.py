@@ -106,7 +106,7 @@ class UnpairedPreference(ReferenceTask):
         self.epoch_rewards = torch.nn.ModuleDict({"desirable": MeanMetric(), "undesirable": MeanMetric()})
 
     @property
-    def prefixes(self) -> tuple[str, ...]:  # type: ignore[override]
+    def prefixes(self) -> tuple[str, ...]:
         """Prefixes of the answers, and for kto of the answers to other prompts."""
         return ("", "kl_") if self.loss == "kto" else ("",)
 

@@ -20,6 +20,7 @@ from lit_efficient import (
     LoRA,
     TextLabelling,
 )
+from lit_efficient.mechanisms.padding import reads_padding
 from tests.support import QUIET, assert_equal, weights
 from tests.tasks.preference_kit import SaveAfter
 from tests.tasks.text_kit import FAMILIES, labelled, saved, written
@@ -163,6 +164,32 @@ def test_it_learns_resumes_bit_for_bit_and_loads(adapters: bool, tmp_path: Path)
         loaded = TextLabelling.load_from_checkpoint(path)
         assert loaded.names == ["x", "y", "z"]
         assert loaded(torch.tensor([[5, 6, 7]])).shape == (1, 3)
+
+
+def test_networks_that_read_padding_are_refused_or_told(tmp_path: Path) -> None:
+    """XLNet reads the last position, whatever is there; FNet mixes all positions."""
+    fit = Trainer(**{**QUIET, "max_steps": 1, "max_epochs": -1}).fit
+    data = _data(tmp_path, "xlnet", "class")
+    with pytest.raises(ConfigurationError, match="outputs of XLNetForSequenceClassification depend on padding"):
+        fit(TextLabelling(CausalLMConfig(saved(tmp_path, "xlnet"))), datamodule=data)
+    fit(TextLabelling(CausalLMConfig(saved(tmp_path, "xlnet")), "tags"), datamodule=_data(tmp_path, "xlnet", "tags"))
+    with pytest.warns(UserWarning, match="outputs of FNetForTokenClassification depend .* it masks none"):
+        fit(TextLabelling(CausalLMConfig(saved(tmp_path, "fnet")), "tags"), datamodule=_data(tmp_path, "fnet", "tags"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_networks_do_not_read_padding(family: str, tmp_path: Path) -> None:
+    for labels in ("class", "tags"):
+        task = TextLabelling(CausalLMConfig(saved(tmp_path, family)), labels, ["a", "b"])
+        task.configure_model()
+        network: Any = task.network
+        before = {name: value.clone() for name, value in network.state_dict().items()}
+        pad = 3 if family in ("llama", "qwen3", "gpt2") else 0
+        network.config.pad_token_id = pad
+        assert not reads_padding(network, task, pad)
+        assert_equal(before, dict(network.state_dict()))
+    if family in ("gpt2", "bert"):  # positions are counted from the left
+        assert not reads_padding(network, task, pad, left=True)
 
 
 def test_a_frozen_head_and_other_labels_are_refused(tmp_path: Path) -> None:

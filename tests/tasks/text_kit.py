@@ -34,6 +34,12 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 FAMILIES = ENCODERS | DECODERS
+LEAKING: dict[str, dict[str, Any]] = {  # outputs depend on padding, on the right at least
+    "xlnet": {
+        "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "dropout": 0.0, "summary_last_dropout": 0.0,
+    },
+    "fnet": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "hidden_dropout_prob": 0.0},
+}  # fmt: skip
 
 
 def tokenizer(family: str) -> Any:
@@ -50,7 +56,7 @@ def tokenizer(family: str) -> Any:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece()
     special = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
-    if family in ENCODERS:
+    if family not in DECODERS:
         ends = [("[CLS]", 2), ("[SEP]", 3)]
         backend.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends
@@ -71,7 +77,7 @@ def saved(folder: Path, family: str, seed: int = 0) -> str:
     if not path.exists():
         read = tokenizer(family)
         ends = {"pad_token_id": read.pad_token_id, "bos_token_id": None, "eos_token_id": 3}
-        config = AutoConfig.for_model(family, **{**ends, "vocab_size": len(read), **FAMILIES[family]})
+        config = AutoConfig.for_model(family, **{**ends, "vocab_size": len(read), **(FAMILIES | LEAKING)[family]})
         state = torch.get_rng_state()
         torch.manual_seed(seed)
         AutoModel.from_config(config).save_pretrained(path)
