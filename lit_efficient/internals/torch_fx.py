@@ -131,12 +131,16 @@ def _record(module: nn.Module, opaque: Callable[[nn.Module], bool], every: bool 
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = random.getstate()
     put_back = _snapshot(module)
+    # torch cannot answer for the device of a stand-in. Autocast changes no relation between values.
+    asks = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda *_: False  # type: ignore[assignment]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
             for answer in (False, True):  # special cases test for one of them, assertions for the other
                 with suppress(Exception):  # foreign code that runs on stand-ins can raise anything
                     return _Recorder(opaque, answer).trace(_Call(module, every))
     finally:
+        torch.is_autocast_enabled = asks
         random.setstate(state)
         put_back()
     return None

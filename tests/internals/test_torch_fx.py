@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.internals.torch_fx import adds_to_input, read_forward, runs_in_chain
+from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from tests.support import Block
 
 
@@ -31,6 +32,15 @@ class Moody(nn.Module):
         return x + y if self.times else y
 
 
+class Casts(Block):
+    """Asks for autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return super().forward(x)
+
+
 def test_looking_changes_nothing():
     moody, state = Moody(), torch.get_rng_state()
     adds_to_input(moody)
@@ -42,6 +52,8 @@ def test_looking_changes_nothing():
     ("module", "own", "whole"),
     [
         (Block(4), True, True),
+        (Casts(4), True, True),
+        (GPT(GPTConfig(vocab_size=4, dim=8, depth=1, num_heads=2)).blocks[0], True, True),
         (nn.Sequential(Block(4), Block(4)), False, True),
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), False, False),
         (nn.Sequential(Block(4), nn.Linear(4, 4)), False, False),
