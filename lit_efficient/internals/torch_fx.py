@@ -133,7 +133,7 @@ def _record(module: nn.Module, opaque: Callable[[nn.Module], bool], every: bool 
     put_back = _snapshot(module)
     # torch cannot answer for the device of a stand-in. Autocast changes no relation between values.
     asks = torch.is_autocast_enabled
-    torch.is_autocast_enabled = lambda *_: False  # type: ignore[assignment]
+    torch.is_autocast_enabled = lambda *_: False
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
             for answer in (False, True):  # special cases test for one of them, assertions for the other

@@ -78,7 +78,8 @@ class CachedRows:
         """
         lengths = [len(prompt) for prompt in prompts]
         most = max(lengths)
-        ids = torch.tensor([[*prompt, *prompt[-1:] * (most - len(prompt))] for prompt in prompts], device=device)
+        padded = [list(prompt) + [prompt[-1]] * (most - len(prompt)) for prompt in prompts]
+        ids = torch.tensor(padded, device=device)
         caches = [None if cache is None else KVCache(most) for cache in self.caches]
         logits = self._run(ids, caches, [length - 1 for length in lengths])
         return Prompts(caches, lengths, logits)
