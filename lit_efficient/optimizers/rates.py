@@ -8,7 +8,7 @@ bounds, factors, momenta) are split too. ``eta_min`` of the cosine schedules is 
 Source: Howard and Ruder (2018), https://arxiv.org/abs/1801.06146, section 3.2
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -51,8 +51,9 @@ def split_groups(
         who: Name of the technique at the beginning of error messages.
 
     Raises:
-        ConfigurationError: For an optimizer that treats all parameters as one (LBFGS), a scheduler that is not derived
-            from torch's base class, or one whose ``eta_min`` is above the rate of a part.
+        ConfigurationError: For an optimizer that treats all parameters as one (LBFGS) or keeps tensors of its
+            groups outside of ``state``, a scheduler that is not derived from torch's base class, or one whose
+            ``eta_min`` is above the rate of a part.
     """
     parts = [_parts(group["params"], part_of) for group in optimizer.param_groups]
     if all(list(one) == [0] for one in parts):
@@ -74,6 +75,12 @@ def split_groups(
                 f"{who}: {type(scheduler).__name__} is no torch.optim.lr_scheduler.LRScheduler, so the values that it "
                 "keeps for each parameter group cannot be split; use a scheduler of torch"
             )
+    kept = _tensors_of_groups(optimizer)
+    if kept is not None:
+        raise ConfigurationError(
+            f"{who}: {type(optimizer).__name__} keeps tensors of its groups in {kept!r}, which would not be split: "
+            f"keep them in optimizer.state, or leave {who} out"
+        )
     sources = [(i, k) for i, one in enumerate(parts) for k in one]  # old group and part of each new group
     optimizer.param_groups[:] = [_part(optimizer.param_groups[i], parts[i], k, decay) for i, k in sources]
     for scheduler in affected:
@@ -88,6 +95,28 @@ def split_groups(
                 f"{who}: {type(scheduler).__name__}(eta_min={floor:g}) is above the rate {lowest:g} of the deepest "
                 f"group, whose rate would rise: {way_out}"
             )
+
+
+def _tensors_of_groups(optimizer: Optimizer) -> str | None:
+    """Return the name of a list outside of ``state`` with tensors of each group or parameter, or ``None``."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if _holds_others(contents(value), own):
+                return name
+    for name, value in vars(optimizer).items():
+        held = contents(value)
+        if name != "param_groups" and len(held) == len(optimizer.param_groups) and _holds_others(held, own):
+            return name
+    return None
+
+
+def _holds_others(held: list[Any], own: Set[int]) -> bool:
+    """Return whether a container, or one in it, holds a tensor that is no number and no parameter of the optimizer."""
+    tensors = [one for one in held if isinstance(one, Tensor)]
+    if any(one.ndim and id(one) not in own for one in tensors):
+        return True
+    return any(_holds_others(contents(one), own) for one in held)
 
 
 def nested_schedulers(schedulers: Iterable[object]) -> Iterator[Any]:

@@ -100,6 +100,19 @@ def test_what_cannot_be_split_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"eta_min=0\.09\) is above the rate 0\.05"):
         split_groups(sgd, [lrs.CosineAnnealingLR(sgd, 5, eta_min=0.09)], lambda p: part[id(p)], decay=2.0)
 
+    for where in ("group", "attribute"):
+        foreign = torch.optim.SGD(parameters, lr=0.1)
+        buffers = [torch.zeros_like(p) for p in parameters]
+        if where == "group":
+            foreign.param_groups[0]["buffers"] = buffers
+        else:
+            foreign.buffers = [buffers]  # type: ignore[attr-defined]
+        with pytest.raises(ConfigurationError, match="SGD keeps tensors of its groups in 'buffers'"):
+            split_groups(foreign, [], lambda p: part[id(p)])
+    numbers = torch.optim.AdamW(parameters, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)))
+    split_groups(numbers, [], lambda p: part[id(p)])
+    assert len(numbers.param_groups) == 2
+
     class Foreign:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer
