@@ -61,7 +61,8 @@ class Initialise(Technique):
 
     The last layers of residual branches are found by tracing the code of the blocks. If a norm comes between such a
     layer and the residual sum, the weight of the norm is scaled instead of the layer's. Weights that are entirely zero
-    (as in adaLN-zero), norms and all other parameters keep their values. With ``residual="zero"``, a branch that
+    (as in adaLN-zero), weights that are computed from other parameters (as by ``spectral_norm``), norms and all other
+    parameters keep their values. With ``residual="zero"``, a branch that
     already has a gate of zeros keeps its weights, because gate and layer could not learn if both were zero. A
     checkpoint that is loaded later overwrites the initial weights.
 
@@ -233,7 +234,7 @@ def _branch_ends(root: nn.Module) -> list[tuple[Any, Any, bool]]:
     found: dict[int, tuple[Any, Any, bool]] = {}
     for part, name, norm, closed in all_residual_ends(root):
         layer = part.get_submodule(name)
-        if _is_drawn(layer):
+        if _is_layer(layer):
             following = part.get_submodule(norm) if norm else None
             found.setdefault(id(layer), (layer, following, closed))
     return list(found.values())
@@ -260,9 +261,14 @@ def _matrices(layer: Any) -> list[nn.Parameter]:
     return [p for p in found if isinstance(p, nn.Parameter)]
 
 
+def _is_layer(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Linear, nn.Embedding, nn.MultiheadAttention, *_CONVOLUTIONS)) or inputs_first(layer)
+
+
 def _is_drawn(layer: nn.Module) -> bool:
-    kinds = (nn.Linear, nn.Embedding, nn.MultiheadAttention, *_CONVOLUTIONS)
-    return (isinstance(layer, kinds) or inputs_first(layer)) and all(p.is_floating_point() for p in _matrices(layer))
+    """Return whether weights of a layer are drawn: not those that spectral_norm or weight_norm computes."""
+    weights = _matrices(layer) if _is_layer(layer) else []
+    return bool(weights) and all(p.is_floating_point() for p in weights)
 
 
 def _offset(norm: Any) -> float:

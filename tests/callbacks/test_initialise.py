@@ -235,3 +235,15 @@ def test_gates_are_no_branches_and_attention_to_another_text_and_shortcuts_hide_
     assert reports_of(root)["Initialise"].details["residual_branches"] == 8
     ends = [[name for name, p in one.named_parameters() if name.endswith("weight") and not p.any()] for one in resnets]
     assert ends[1] == ends[0]
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.weight_norm])
+def test_a_weight_that_others_compute_stays_and_is_not_counted(norm: Any) -> None:
+    net = nn.Sequential(norm(nn.Linear(4, 4)), nn.Linear(4, 3))
+    before = {name: value.clone() for name, value in net.named_parameters()}
+    report = apply(net, Initialise(residual="same"))["Initialise"]
+    changed = {name for name, value in net.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == {"1.weight", "1.bias"}
+    assert (report.modules, report.parameters) == (("1",), 12)
+    with pytest.raises(ConfigurationError, match="the pattern '0' matches none"):
+        apply(nn.Sequential(norm(nn.Linear(4, 4)), nn.Linear(4, 3)), Initialise(residual="same", layers="0"))
