@@ -75,3 +75,20 @@ def test_progress_tells_how_many_plans_are_left(monkeypatch):
         predictions(batch(n))
     assert said[0] == "data.batch_size: 1 plans made, 3.0 s each, at most 12 s left"
     assert len(said) == 3
+
+
+def test_a_search_ends_before_plans_that_would_take_long(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def predict(change):
+        now[0] += 2.0 + 0.01 * change.settings["data.batch_size"]
+        return plan_of({"activations": change.settings["data.batch_size"]})
+
+    found = largest(Predictions(predict, 10**9), batch, 4)
+    assert found.value is not None
+    assert 1_990 < found.value <= 2_004  # whose plan takes 20 seconds more than that of 4
+    assert found.above is not None
+    assert found.above > 2_004
+    assert found.reason == "not tried, because its plan would take long"
+    assert now[0] < 60

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TRIES = 12
 _WAIT = 2.0  # seconds between two lines of progress
+_LONGEST = 20.0  # seconds of one plan of a search, beyond the quickest plan
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Predictions:
         self.predict = predict
         self.limit = limit
         self.say = say
-        self.seconds: list[float] = []
+        self.seconds: dict[str, float] = {}  # of each plan
         self._known: dict[str, Plan | Refusal] = {}
         self._task = ""
         self._left = 0
@@ -57,13 +58,12 @@ class Predictions:
 
     def __call__(self, change: Change = AS_IT_IS) -> "Plan | Refusal":
         """Return the plan of a change, or the reason why it is refused."""
-        # Callbacks have no stable representation, and no search changes them.
-        key = repr((sorted(change.settings.items()), change.overlays))
+        key = _key(change)
         if key not in self._known:
             self._progress()
             start = time.monotonic()
             self._known[key] = self._made(change)
-            self.seconds.append(time.monotonic() - start)
+            self.seconds[key] = time.monotonic() - start
             self._left = max(0, self._left - 1)
         return self._known[key]
 
@@ -86,12 +86,17 @@ class Predictions:
     def _progress(self) -> None:
         now = time.monotonic()
         if self.say and self.seconds and now - self._said >= _WAIT:
-            each = sum(self.seconds) / len(self.seconds)
+            each = sum(self.seconds.values()) / len(self.seconds)
             line = f"{self._task}: {len(self.seconds)} plans made, {each:.1f} s each"
             if self._left:
                 line += f", at most {max(1, round(each * self._left))} s left"
             self.say(line)
             self._said = now
+
+
+def _key(change: Change) -> str:
+    # Callbacks have no stable representation, and no search changes them.
+    return repr((sorted(change.settings.items()), change.overlays))
 
 
 def _first_line(text: str) -> str:
@@ -120,7 +125,8 @@ def largest(
 ) -> Found:
     """Search for the largest multiple of ``step`` that fits, if a larger value never needs less memory.
 
-    After :data:`TRIES` plans the result is the largest value known to fit.
+    After :data:`TRIES` plans the result is the largest value known to fit. So it is when larger values would take long
+    to plan, as batches of a tiny network whose loss is computed in many chunks.
 
     Args:
         predictions: Plans of changes.
@@ -132,6 +138,8 @@ def largest(
     known: dict[int, Plan | Refusal] = {}
     low = 0
     high: int | None = None
+    untried: int | None = None
+    seconds: dict[int, float] = {}
     at = max(1, start // step)
     while (high is None or high - low > 1) and len(known) < TRIES:
         change = change_of(at * step)
@@ -140,6 +148,7 @@ def largest(
             reason = amiss(at * step, found)
             if reason:
                 found = Refusal(reason)
+        seconds[at] = predictions.seconds[_key(change)]
         # A refusal is no peak, so it does not take part in the line.
         known[at] = found
         if not isinstance(found, Refusal) and found.peak <= predictions.limit:
@@ -148,6 +157,12 @@ def largest(
             high = at
         # Every third value halves the interval, in case the line leads astray.
         at = _next(known, low, high, predictions.limit, halve=len(known) % 3 == 0)
+        most = _planned_soon(seconds)
+        if at > most:
+            untried = at
+            at = int(most)
+            if at <= low:
+                break
     # Nothing fits if the smallest value does not.
     value = None
     change = AS_IT_IS
@@ -158,12 +173,25 @@ def largest(
         made = known[low]
         assert not isinstance(made, Refusal)
         best = made
+    if high is None and untried is not None:
+        return Found(value, change, best, untried * step, reason="not tried, because its plan would take long")
     if high is None:
         return Found(value, change, best)
     above = known[high]
     if isinstance(above, Refusal):
         return Found(value, change, best, high * step, reason=above.reason)
     return Found(value, change, best, high * step, above.peak)
+
+
+def _planned_soon(seconds: Mapping[int, float]) -> float:
+    """Return the largest value whose plan does not take long, by a line through the two largest values."""
+    if len(seconds) < 2:
+        return math.inf
+    a, b = sorted(seconds)[-2:]
+    slope = (seconds[b] - seconds[a]) / (b - a)
+    if slope <= 0:
+        return math.inf
+    return b + (_LONGEST + min(seconds.values()) - seconds[b]) / slope
 
 
 def _next(known: "Mapping[int, Plan | Refusal]", low: int, high: int | None, limit: int, halve: bool) -> int:
