@@ -27,11 +27,13 @@ from lit_efficient import (
     PowerEMA,
     ScheduleFree,
     StochasticDepth,
+    apply,
+    depth_groups,
     thawed,
 )
 from tests.processes import run_ranks
 from tests.ranks import unfreezing
-from tests.support import SCHEDULERS, Toy, assert_equal, data, trainer, weights
+from tests.support import SCHEDULERS, Net, Toy, assert_equal, data, trainer, weights
 
 GROUPS = ["head", *(rf"blocks\.{i}" for i in (3, 2, 1, 0)), "stem"]
 
@@ -378,3 +380,41 @@ def test_fsdp2_is_refused_with_its_reason() -> None:
     run = SimpleNamespace(strategy=ModelParallelStrategy(1, 1))
     with pytest.raises(ConflictError, match=r"frozen groups have none yet, .*: use ShardedStrategy, or 'ddp'"):
         GradualUnfreezing(every_n_steps=1).check(run, Toy("configure_model"))
+
+
+class ActorCritic(L.LightningModule):
+    """Two networks of different depth, whose losses are summed, or alternate."""
+
+    def __init__(self, alternate: bool) -> None:
+        super().__init__()
+        self.actor = Net()
+        self.critic = Net(depth=2)
+        self.alternate = alternate
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0]
+        losses = [(self.actor(x) - x.flip(-1)).square().mean(), (self.critic(x) - x).square().mean()]
+        return losses[batch_idx % 2] if self.alternate else losses[0] + losses[1]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_networks_side_by_side_thaw_from_their_own_heads(alternate: bool) -> None:
+    torch.manual_seed(0)
+    module = ActorCritic(alternate)
+    names = depth_groups(module)
+    assert {name.rpartition(".")[0] for name in names[0]} == {"actor.head", "critic.head"}
+    blocks = len(module.actor.blocks)
+    assert any(name.startswith(f"actor.blocks.{blocks - 1}.") for name in names[1])
+    assert any(name.startswith("critic.blocks.1.") for name in names[1])
+    before = {name: value.clone() for name, value in module.named_parameters()}
+    _fit([GradualUnfreezing(every_n_steps=2)], module, rows=28, max_epochs=3)
+    still = [name for name, value in module.named_parameters() if torch.equal(value, before[name])]
+    assert still == []
+    rates = apply(ActorCritic(alternate), [StochasticDepth(rate=0.2)])["StochasticDepth"].details["rates"]
+    assert rates == " ".join([*(f"{0.2 * (i + 1) / blocks:.3g}" for i in range(blocks)), "0.1", "0.2"])

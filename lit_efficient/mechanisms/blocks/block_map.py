@@ -177,13 +177,26 @@ class BlockMap:
                     copies[name] = first
         return copies
 
+    def side_by_side(self, blocks: Sequence[str]) -> list[str]:
+        """Return the networks of a LightningModule that hold ``blocks`` and run side by side, as actor and critic.
+
+        The list is empty for a single network, and for networks of which one runs on what another returns, as far as
+        the module's ``forward`` shows it.
+        """
+        names = list(dict.fromkeys(name.partition(".")[0] for name in blocks))
+        networks = [self._modules[name] for name in names if name not in blocks]
+        several = len(names) > 1 and len(networks) == len(names) and all(map(_is_network, networks))
+        if not several or not hasattr(self.root, "training_step") or runs_in_chain(self.root, networks):
+            return []
+        return names
+
     def depths(self, found: Named) -> list[tuple[int, int]]:
         """Return, for each of the blocks, its position from 0 and the number of blocks in its network.
 
-        Copies of a network have positions of their own.
+        Copies of a network, and networks side by side, have positions of their own.
         """
-        copies = tuple(self.copies())
-        networks = [next((copy for copy in copies if is_inside(name, (copy,))), "") for name, _ in found]
+        own = (*self.copies(), *self.side_by_side([name for name, _ in found]))
+        networks = [next((network for network in own if is_inside(name, (network,))), "") for name, _ in found]
         sizes = Counter(networks)
         seen: Counter[str] = Counter()
         positions = []

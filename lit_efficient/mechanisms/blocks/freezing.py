@@ -61,7 +61,8 @@ def depth_groups(module: nn.Module, groups: Groups = "auto", *, who: str = "dept
     - Modules between two blocks are in the group of the second one.
     - Modules before the blocks, and all embeddings, are in the last group.
 
-    A copy of a network, such as an average, is in the groups of that network, layer by layer.
+    A copy of a network, such as an average, is in the groups of that network, layer by layer. Networks of a
+    LightningModule that run side by side, such as actor and critic, each begin with their head in the first group.
 
     Args:
         module: Any module.
@@ -182,7 +183,8 @@ def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
     order = {name: i for i, (name, _) in enumerate(modules)}
     found = find_blocks(module, who=f"{who}: groups='auto'", example=r"groups=[['head'], ['layers\.\d+']]")
     # A copy unfreezes together with its network. Otherwise a loss of only one would have no gradient for long.
-    pairs = BlockMap(module).copies().items()
+    block_map = BlockMap(module)
+    pairs = block_map.copies().items()
     copies = {copy: first for copy, first in pairs if not is_inside(first, others) and not is_inside(copy, others)}
     beside = (*copies, *others)
     trained = [name for name, block in found if any(p.requires_grad for p in block.parameters())]
@@ -191,8 +193,12 @@ def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
         raise ConfigurationError(
             f"{who}: no parameter of the {len(found)} repeated blocks is trainable. Set groups to patterns"
         )
-    starts = [order[name] for name in blocks]
-    numbers = {name: len(blocks) - i for i, name in enumerate(blocks)}
+    # So do networks side by side, each from its own head.
+    beside_each_other = block_map.side_by_side(blocks)
+    networks = {network: [name for name in blocks if is_inside(name, (network,))] for network in beside_each_other}
+    numbers: dict[str, int] = {}
+    for own in networks.values() or [blocks]:
+        numbers |= {name: len(own) - i for i, name in enumerate(own)}
     tables = {name for name, part in modules if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
 
     def rule(name: str) -> int:
@@ -203,12 +209,15 @@ def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
         inside = next((numbers[parent] for parent in (owner, *parents(owner)) if parent in numbers), None)
         if inside is not None:
             return inside
-        above = bisect_right(starts, order[owner])  # number of blocks that are defined before it
+        own = networks.get(name.partition(".")[0], blocks)
+        above = bisect_right(
+            [order[block] for block in own], order[owner]
+        )  # number of blocks that are defined before it
         if owner in tables or above == 0:
-            return len(blocks) + 1
-        if above == len(blocks):
+            return len(own) + 1
+        if above == len(own):
             return 0
-        return numbers[blocks[above]]
+        return numbers[own[above]]
 
     return rule
 
