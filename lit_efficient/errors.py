@@ -2,7 +2,8 @@
 
     LitEfficientError
     ├── ConfigurationError   an argument, file or combination that cannot work; also a ValueError
-    │   └── ConflictError    two techniques that exclude each other, or a requirement that is not met
+    │   ├── ConflictError    two techniques that exclude each other, or a requirement that is not met
+    │   └── NoEffectError    nothing that a technique would change: an error unless another optimizer is changed
     ├── CheckpointError      a checkpoint that cannot be written, read or trusted
     ├── OutOfMemoryError     a step that needs more memory than is available or allowed
     ├── DivergedError        gradients or weights that are not finite
@@ -21,8 +22,9 @@ import typing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from types import NoneType, UnionType
-from typing import Any
+from typing import Any, TypeVar
 
 EXIT_CODES = {
     0: "done",
@@ -54,6 +56,10 @@ class ConfigurationError(LitEfficientError, ValueError):
 
 class ConflictError(ConfigurationError):
     """Error for techniques that exclude each other, or a requirement that is not met. The message says what to do."""
+
+
+class NoEffectError(ConfigurationError):
+    """Error for an optimizer of which a technique would change nothing. It is none beside one that is changed."""
 
 
 class CheckpointError(LitEfficientError, RuntimeError):
@@ -236,47 +242,85 @@ def check_list(
         raise refusal(owner, name, allowed, value)
 
 
+_Class = TypeVar("_Class")
+
+
 class ChecksTypes:
     """Base of classes whose constructors refuse values of other types than the annotations of their arguments.
 
-    Checks in a constructor come first, because their messages also name the range. Only values that YAML can hold are
-    compared, and only with annotations of this kind or of classes.
+    A message of the constructor that names the value is kept, because it also names the range. Only values that YAML
+    can hold are compared, and only with annotations of this kind or of classes.
     """
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         if "__init__" in vars(cls):
-            cls.__init__ = _checking_types(vars(cls)["__init__"])  # type: ignore[method-assign]
+            checks_types(cls)
+
+
+def checks_types(cls: type[_Class]) -> type[_Class]:
+    """Class decorator with the checks of :class:`ChecksTypes`, for dataclasses: above ``@dataclass``."""
+    cls.__init__ = _checking_types(vars(cls)["__init__"])  # type: ignore[method-assign]
+    return cls
 
 
 def _checking_types(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def checked(self: object, *given: Any, **named: Any) -> None:
+        wrong: ConfigurationError | None
         try:
             init(self, *given, **named)
-        except LitEfficientError:
-            raise
-        except Exception:  # often raised by a value of a wrong type
-            _check_types(type(self).__name__, init, (self, *given), named)
-            raise
-        _check_types(type(self).__name__, init, (self, *given), named)
+        except Exception as error:  # often raised by a value of a wrong type
+            ours = isinstance(error, LitEfficientError)
+            wrong = _of_wrong_type(self, init, given, named, ours, str(error) if ours else "")
+            if wrong is None:
+                raise
+        else:
+            wrong = _of_wrong_type(self, init, given, named, True)
+        if wrong is not None:
+            raise wrong
 
+    # Lightning reads the arguments of load_from_checkpoint by getfullargspec, which does not follow __wrapped__.
+    vars(checked)["__signature__"] = inspect.signature(init)
     return checked
 
 
-def _check_types(owner: str, init: Callable[..., None], given: Sequence[Any], named: Mapping[str, Any]) -> None:
+def _of_wrong_type(
+    self: object,
+    init: Callable[..., None],
+    given: Sequence[Any],
+    named: Mapping[str, Any],
+    rebuilds: bool,
+    said: str = "",
+) -> ConfigurationError | None:
+    """Return the error of the first argument that does not have the type of its annotation.
+
+    Args:
+        self: The object that is built.
+        init: Its constructor.
+        given: Positional arguments.
+        named: Arguments by name.
+        rebuilds: Whether a mapping may stand for a dataclass, which the constructor builds. Tasks do so with the
+            hyper-parameters of checkpoints.
+        said: Message of the constructor, which is kept if it names the value, because it also names the range.
+    """
     signature = inspect.signature(init)
     try:
         hints = typing.get_type_hints(init)
-        values = signature.bind_partial(*given, **named).arguments
+        values = signature.bind_partial(self, *given, **named).arguments
     except (NameError, TypeError):  # an annotation for type checkers alone, or an argument that does not exist
-        return
+        return None
     for name, value in values.items():
         parameter = signature.parameters[name]
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in hints:
             continue
-        if not _fits(value, hints[name]):
-            raise refusal(owner, name, _words(hints[name]), value)
+        hint = hints[name]
+        is_rebuilt = rebuilds and isinstance(value, dict) and getattr(self, name, None) is not value
+        if is_rebuilt and any(map(is_dataclass, (hint, *typing.get_args(hint)))):
+            continue
+        if not _fits(value, hint) and not (name in said and repr(value) in said):
+            return refusal(type(self).__name__, name, _words(hint), value)
+    return None
 
 
 _PLAIN = (str, bool, int, float, NoneType, list, tuple, set, frozenset, dict)
@@ -300,15 +344,14 @@ def _fits(value: object, hint: Any) -> bool:
     if isinstance(value, str):
         return issubclass(origin, str | os.PathLike)
     if isinstance(value, dict):
-        fitting = issubclass(dict, origin)
+        fitting = issubclass(origin, Mapping) and issubclass(dict, origin)
         return fitting and (not inner or all(_fits(k, inner[0]) and _fits(one, inner[1]) for k, one in value.items()))
     if isinstance(value, list | tuple | set | frozenset):
-        of_one_kind = len(inner) == 1 or inner[1:] == (...,)
-        return (
-            issubclass(origin, Collection | Iterable)
-            and not issubclass(origin, str | Mapping)
-            and (not of_one_kind or all(_fits(one, inner[0]) for one in value))
-        )
+        if not issubclass(origin, Collection | Iterable) or issubclass(origin, str | Mapping):
+            return False
+        if len(inner) == 1 or inner[1:] == (...,):
+            return all(_fits(one, inner[0]) for one in value)
+        return not inner or (len(value) == len(inner) and all(map(_fits, value, inner)))
     return isinstance(value, origin)
 
 
@@ -331,6 +374,8 @@ def _words(hint: Any) -> str:
         return str(hint)
     if issubclass(origin, Mapping):
         return "a mapping"
+    if issubclass(origin, tuple) and len(inner) > 1 and inner[1] is not ...:
+        return f"a list of {len(inner)} values"
     if issubclass(origin, Collection | Iterable):
         return f"a list of {_NOUNS[inner[0]]}s" if inner and inner[0] in _NOUNS else "a list"
     return f"an instance of {origin.__name__}"

@@ -24,7 +24,7 @@ from lit_efficient.declaration import (
     parts_of,
     techniques_of,
 )
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, NoEffectError
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_shards import reshard
 from lit_efficient.internals.wraps import inner_method, wrap_method
@@ -127,14 +127,23 @@ def _rewrite(
         name = type(technique).__name__
         if not optimizers:
             raise ConfigurationError(f"{name}: {type(module).__name__}.configure_optimizers returned no optimizer")
-        reports = []
+        reports: dict[str, Report] = {}
+        refused: list[NoEffectError] = []
         for i, optimizer in enumerate(optimizers):
             key = name if len(optimizers) == 1 else f"{name}[{i}]"
-            session.reports[key] = technique.rewrite_optimizer(optimizer, module)
-            reports.append(session.reports[key])
+            try:
+                reports[key] = technique.rewrite_optimizer(optimizer, module)
+            except NoEffectError as error:
+                refused.append(error)
+                kind = type(optimizer).__name__
+                reports[key] = Report(f"{kind}: does not change, as it has nothing to gain", idle=True)
         # One of several optimizers may be too small to save anything.
-        if all(report.states_nothing() for report in reports):
-            reports[0].checked(name)
+        if len(refused) == len(optimizers):
+            raise refused[0]
+        session.reports |= reports
+        if all(report.idle or report.states_nothing() for report in reports.values()):
+            for report in reports.values():
+                report.checked(name)
 
 
 def _check_trained(module: Any, techniques: Sequence[OptimizerHooks], optimizers: Sequence[Optimizer]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, NoEffectError
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.optimizers.host_states import Streamed, streamed
@@ -116,7 +116,8 @@ def step_in_float32(
         Number of elements of the bfloat16 parameters that train.
 
     Raises:
-        ConfigurationError: For LBFGS, for paged states, and if no parameter that trains is bfloat16.
+        ConfigurationError: For LBFGS and for paged states.
+        NoEffectError: If no parameter that trains is bfloat16.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(f"{who}: LBFGS keeps one state for all parameters; use another optimizer")
@@ -127,7 +128,7 @@ def step_in_float32(
     count = sum(p.numel() for p in trained if p.dtype is torch.bfloat16)
     if not count:
         found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained}))
-        raise ConfigurationError(
+        raise NoEffectError(
             f"{who}: no parameter that {type(optimizer).__name__} trains is bfloat16 (there is {found or 'none'}), so "
             f"no update is lost: leave {who} out, or use precision: bf16-true"
         )

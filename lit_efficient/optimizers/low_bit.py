@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError, ConflictError, check_installed
+from lit_efficient.errors import ConfigurationError, ConflictError, NoEffectError, check_installed
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.optimizers.groups import decays
 from lit_efficient.surgery import become, is_sharded, local
@@ -76,7 +76,8 @@ def to_low_bit(
         who: Name at the beginning of error messages.
 
     Raises:
-        ConfigurationError: If the class or one of its settings has no twin, or no tensor would have low-bit states.
+        ConfigurationError: If the class or one of its settings has no twin.
+        NoEffectError: If no tensor would have low-bit states, or they would save nothing.
         ConflictError: If the backend does not support sharded parameters (DTensors).
     """
     kind = type(optimizer)
@@ -112,6 +113,12 @@ def to_low_bit(
         state_bytes = sum(bnb.state_bytes(p, moments, p in low) for p in trained) + bnb.table_bytes(moments)
     if not low:
         raise _nothing_low(trained, keep_32bit, bits, min_size, block, who)
+    full_bytes = sum(moments * local(p).numel() * p.element_size() for p in trained)
+    if state_bytes >= full_bytes:
+        raise NoEffectError(
+            f"{who}: {_label(bits)} states of {kind.__name__} would take {state_bytes:,} bytes with their tables "
+            f"instead of {full_bytes:,}: leave {who} out"
+        )
     if kind is torch.optim.Adagrad:
         optimizer.state.clear()  # torch creates the states in the constructor
     for group in optimizer.param_groups:
@@ -122,17 +129,17 @@ def to_low_bit(
         low=sum(local(p).numel() for p in low),
         total=sum(local(p).numel() for p in trained),
         state_bytes=state_bytes,
-        full_bytes=sum(moments * local(p).numel() * p.element_size() for p in trained),
+        full_bytes=full_bytes,
     )
 
 
 def _nothing_low(
     trained: list[Tensor], keep_32bit: Set[Tensor], bits: int | str, min_size: int, block: int, who: str
-) -> ConfigurationError:
+) -> NoEffectError:
     """Return the error for parameters none of which gets low-bit states."""
     sizes = [local(p).numel() for p in trained if p not in keep_32bit]
     if not sizes:
-        return ConfigurationError(
+        return NoEffectError(
             f"{who}: none of the {len(trained)} tensors that train would have {_label(bits)} states: all of them "
             f"belong to layers that keep_32bit names; write keep_32bit: [], or leave {who} out"
         )
@@ -144,7 +151,7 @@ def _nothing_low(
     else:
         way_out = f"write min_size: {largest}, or leave {who} out: states of so few elements are small"
     kept = len(trained) - len(sizes)
-    return ConfigurationError(
+    return NoEffectError(
         f"{who}: none of the {len(trained)} tensors that train would have {_label(bits)} states: {kept} keep 32 bits, "
         f"the largest of the others has {largest} elements, and min_size is {min_size}; {way_out}"
     )

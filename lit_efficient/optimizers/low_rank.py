@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import optimized_by
 from lit_efficient.declaration import Report, format_bytes, held
-from lit_efficient.errors import ConfigurationError, ConflictError, check_installed, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, NoEffectError, check_installed
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, find_experts, find_targets
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Subspace, as_matrices
 from lit_efficient.surgery import become, is_sharded
@@ -56,8 +56,8 @@ def to_low_rank(
         who: Name at the beginning of error messages.
 
     Raises:
-        ConfigurationError: For another optimizer, a setting that has no low-rank form, or a rank that is not below the
-            full rank of any target.
+        ConfigurationError: For another optimizer, or a setting that has no low-rank form.
+        NoEffectError: For a rank that is not below the full rank of any target, or if the states would grow.
         ConflictError: For sharded parameters (DTensors).
     """
     rank = subspace.rank
@@ -67,7 +67,7 @@ def to_low_rank(
     wanted = [p for p in matrices if p in every]  # also frozen ones, which may be unfrozen by hand later
     longest = max((_sides(p)[0] for p in wanted), default=rank)
     if wanted and rank >= longest:
-        raise refusal(who, "rank", f"below {longest}, the full rank of its largest target", rank)
+        raise NoEffectError(f"{who}: rank must be below {longest}, the full rank of its largest target, got {rank}")
     projected = [p for p in wanted if rank < _sides(p)[0]]
     chosen = set(projected)
     moments = {p: p.numel() // _sides(p)[0] * rank if p in chosen else p.numel() for p in every}
@@ -75,10 +75,9 @@ def to_low_rank(
     if bits == 8:
         check_installed(who, "bitsandbytes")
         if not low_bit:
-            raise refusal(who, "bits", f"32, because no moments have {_SMALLEST_LOW:,} elements", bits)
-    if projected or low_bit:
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        become(optimizer, LowRankAdamW, matrices=projected, subspace=subspace, low_bit=low_bit, fused=fused)
+            raise NoEffectError(
+                f"{who}: bits must be 32, because no moments have {_SMALLEST_LOW:,} elements, got {bits}"
+            )
     state_bytes = 0
     for p in stepped:
         count = moments[p]
@@ -91,6 +90,14 @@ def to_low_rank(
             state_bytes += p.numel() // (short * long) * subspace.basis_elements(short) * p.element_size()
     full_bytes = sum(2 * p.numel() * p.element_size() for p in stepped)
     total = sum(p.numel() for p in stepped)
+    if state_bytes > full_bytes:
+        raise NoEffectError(
+            f"{who}: states of {type(optimizer).__name__} would take {state_bytes:,} bytes with their bases instead of "
+            f"{full_bytes:,}: choose a smaller rank, or leave {who} out"
+        )
+    if projected or low_bit:
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        become(optimizer, LowRankAdamW, matrices=projected, subspace=subspace, low_bit=low_bit, fused=fused)
     return LowRankStates(tuple(projected), total, state_bytes, full_bytes)
 
 

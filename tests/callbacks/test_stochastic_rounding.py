@@ -118,7 +118,7 @@ def test_low_bit_states_stay_what_they_are(bits: Any, backend: str, compensated:
 
 
 def test_what_an_optimizer_says_of_some_parameters_holds_for_what_stands_for_them() -> None:
-    p, q = (nn.Parameter(torch.ones(512, dtype=torch.bfloat16)) for _ in range(2))
+    p, q = (nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (512, 4096))
     optimizer = torch.optim.AdamW([p, q], 0.1, weight_decay=0.5)
     to_low_bit(optimizer, 8, "bitsandbytes", min_size=0, keep_32bit={p})
     optimizer.no_decay = {q}

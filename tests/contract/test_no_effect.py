@@ -17,6 +17,7 @@ from lit_efficient import (
     BatchRamp,
     CheckpointAverage,
     ConfigurationError,
+    ConflictError,
     DevicePrefetcher,
     FeatureMatching,
     GaLore,
@@ -30,8 +31,9 @@ from lit_efficient import (
     apply,
 )
 from lit_efficient.application.ledger import reports_of
-from lit_efficient.declaration import Phase
+from lit_efficient.declaration import Phase, overrides
 from lit_efficient.testing import Net, Toy, data, trainer
+from tests.contract.table import CASES, NAMES, make_all, network_of
 
 NOTHING = [
     Report("AdamW: 0 of 19 matrices in 64 dimensions"),
@@ -99,6 +101,50 @@ def test_a_subspace_of_full_rank_is_refused(kind: Any) -> None:
         kind(rank=width, targets=["0"]).rewrite_optimizer(optimizer, net)
     report = kind(rank=width - 17, targets=["0"]).rewrite_optimizer(optimizer, net)
     assert report.bytes_saved > 0
+
+
+class TwoOptimizers(Toy):
+    """A module with a second network that is too small to save anything."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__("init", network)
+        self.automatic_optimization = False
+        self.small = nn.Linear(2, 2)
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        (self._sample_loss(batch).mean() + self.small(torch.ones(2)).sum()).backward()
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        held = [[p for p in part.parameters() if p.requires_grad] for part in (self.net, self.small)]
+        return [torch.optim.AdamW(one, lr=1e-3, weight_decay=0.1) for one in held]
+
+
+REWRITES = [name for name in NAMES if overrides(CASES[name].make(), "rewrite_optimizer")]
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_of_several_optimizers_the_one_without_gain_does_not_change(name: str, tmp_path: Path) -> None:
+    module = TwoOptimizers(network_of(name))
+    techniques: list[Any] = make_all(name)
+    reports: dict[str, Report] = {}
+
+    class Reads(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            reports.update(reports_of(pl_module, techniques))
+
+    run = trainer([*techniques, Reads()], max_steps=2, default_root_dir=tmp_path, **CASES[name].trainer)
+    try:
+        run.fit(module, data(8), data())
+    except ConflictError:  # manual optimization
+        return
+    assert not any(report.states_nothing() for report in reports.values())
+    assert any(not report.idle for key, report in reports.items() if key.startswith(name))
+    if name in ("APOLLO", "GaLore", "LowBitOptimizer"):
+        assert type(run.optimizers[1]) is torch.optim.AdamW
+        assert type(run.optimizers[0]) is not torch.optim.AdamW
 
 
 def test_techniques_without_effect_on_this_device_or_precision_say_so() -> None:

@@ -138,7 +138,7 @@ def low_bit(parameters: Any) -> Any:
 def test_every_optimizer_steps_at_the_rate_of_the_schedule(kind: str) -> None:
     """A rate of zero moves nothing, and another one does; each group keeps its own proportion."""
     torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(8, 8)) for _ in range(2)]
+    weights = [nn.Parameter(torch.randn(32, 32)) for _ in range(2)]
     groups = [{"params": [w], "lr": rate} for w, rate in zip(weights, (1e-2, 2e-2))]
     optimizer: Any = {
         "low_bit": low_bit,
