@@ -17,7 +17,13 @@ from lit_efficient.application import apply, check_run, install, uninstall
 from lit_efficient.application.ledger import log_reports, reports_of, session_of
 from lit_efficient.declaration import Declaration, in_order, overrides, techniques_of
 from lit_efficient.errors import diagnostic
-from lit_efficient.internals.lightning_trainer import AskedEarly, StandaloneCallback, StandalonePrecision, trainer_of
+from lit_efficient.internals.lightning_trainer import (
+    AskedEarly,
+    StandaloneCallback,
+    StandalonePrecision,
+    refuse_fabric,
+    trainer_of,
+)
 
 _LOW = (torch.bfloat16, torch.float16)
 # Attributes of optimizers whose small steps are not rounded away; the second one is torchao's.
@@ -85,7 +91,9 @@ class PrecisionTechnique(Declaration, Precision, StandalonePrecision):
     def convert_module(self, module: Any) -> Any:
         """Have the declarations applied, unless a callback does."""
         trainer = trainer_of(module)
-        if trainer is not None and not any(isinstance(one, AppliesTechniques) for one in trainer.callbacks):
+        if trainer is None:
+            raise refuse_fabric(self)
+        if not any(isinstance(one, AppliesTechniques) for one in trainer.callbacks):
             trainer.callbacks.insert(0, AppliesTechniques())
             install(trainer, module)
             apply(module, techniques_of(trainer))

@@ -71,7 +71,7 @@ _METHODS = {
 def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) -> dict[str, Report]:
     """Transform ``module`` by ``techniques`` in the order of their phases, each once in the module's life.
 
-    A trainer does this by itself; call it to use techniques outside of Lightning.
+    A trainer does this by itself; call it to use techniques in a loop of your own, or before ``Fabric.setup``.
 
     Returns:
         The reports of all transforms that the module has undergone, by the technique's name.
@@ -207,6 +207,12 @@ def check_run(trainer: Any, module: Any) -> None:
             raise ConflictError(
                 f"{name} changes the network, and a strategy that spawns or forks its processes would lose that "
                 "change without a word: use strategy='ddp' instead of 'ddp_spawn' or 'ddp_fork'"
+            )
+        if traits.spawns and Trait.SWAPS_WEIGHTS in technique.traits:
+            raise ConflictError(
+                f"{name} keeps averaged weights, which a strategy that spawns or forks its processes loses when they "
+                "end, so that a later validate, test or predict would use the raw weights without a word: use "
+                "strategy='ddp', or one device"
             )
         if traits.flattens and overrides(technique, "after_step"):
             raise ConflictError(

@@ -12,10 +12,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_efficient.declaration import format_bytes
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number
+from lit_efficient.internals.lightning_trainer import TrainerOnly
 
 
-class EmptyCache(Callback):
+class EmptyCache(Callback, ChecksTypes, TrainerOnly):
     """Empty the cache of the accelerator's allocator every few optimizer steps, and log the memory that this returned.
 
     Try ``PYTORCH_ALLOC_CONF=expandable_segments:True`` first: it avoids most fragmentation at no cost.

@@ -23,9 +23,10 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lit_efficient.application.gradients import gradients_of
-from lit_efficient.errors import ChecksTypes, DivergedError, check_choice, check_number, diagnostic, listed
+from lit_efficient.errors import ChecksTypes, DivergedError, check_number, diagnostic, listed
 from lit_efficient.files.checkpoints import is_floating
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.lightning_trainer import TrainerOnly
 from lit_efficient.internals.torch_shards import largest_of_all
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.optimizers.in_backward import InBackward
@@ -67,7 +68,7 @@ def _largest_shard(tensors: list[Tensor], mesh: Any) -> float:
     return float(size)
 
 
-class NonFiniteGuard(ChecksTypes, Callback):
+class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
     """Stop the run, or skip the step, when a gradient is NaN, infinite or larger than 1e16.
 
     A skipped step changes neither weights nor optimizer states, and learning-rate schedules continue. All processes
@@ -97,7 +98,6 @@ class NonFiniteGuard(ChecksTypes, Callback):
     helps: ClassVar[dict[str, tuple[int, str]]] = {"safety": (4, "NaN or Inf never reaches the weights")}
 
     def __init__(self, action: Literal["raise", "skip"] = "raise", max_consecutive: int = 10) -> None:
-        check_choice("NonFiniteGuard", "action", action, ("raise", "skip"))
         check_number("NonFiniteGuard", "max_consecutive", max_consecutive, least=1, whole=True)
         self.action = action
         self.max_consecutive = max_consecutive

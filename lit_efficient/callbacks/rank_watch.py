@@ -28,7 +28,7 @@ from torch import distributed
 from lit_efficient.distributed.rank_line import DONE, ENDED, FAILED, LEFT, RankLine
 from lit_efficient.distributed.ranks import check_batches
 from lit_efficient.errors import ChecksTypes, check_number
-from lit_efficient.internals.lightning_trainer import answer_sigterm, leave_sigterm
+from lit_efficient.internals.lightning_trainer import TrainerOnly, answer_sigterm, leave_sigterm
 from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.traits import Trait
 
@@ -37,7 +37,7 @@ _LAST = "its epoch ends after "  # beginning of a reason that receivers recognis
 _UNWATCHED = "another process has ended, or does not answer; its last output gives the reason"
 
 
-class RankWatch(ChecksTypes, Callback):
+class RankWatch(Callback, ChecksTypes, TrainerOnly):
     """With several processes, end this one with an error message if another one has failed or has left training early.
 
     Processes are watched from ``setup`` of the callbacks on. If this process raises an error because of another one,

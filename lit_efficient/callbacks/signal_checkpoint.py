@@ -30,11 +30,11 @@ from torch import distributed
 from lit_efficient.distributed.shards import is_deepspeeds
 from lit_efficient.errors import ChecksTypes, refusal
 from lit_efficient.internals.lightning_loops import accumulates
-from lit_efficient.internals.lightning_trainer import log_step, original_handlers, signal_connector
+from lit_efficient.internals.lightning_trainer import TrainerOnly, log_step, original_handlers, signal_connector
 from lit_efficient.traits import Trait
 
 
-class SignalCheckpoint(ChecksTypes, Callback):
+class SignalCheckpoint(Callback, ChecksTypes, TrainerOnly):
     """On a signal n, save a full checkpoint within one optimizer step, print its path, and exit with code 128 + n.
 
     The checkpoint is saved at the end of an accumulation window. During validation it is saved after the current batch,

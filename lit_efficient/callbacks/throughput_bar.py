@@ -16,16 +16,17 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
-from lit_efficient.errors import check_number, diagnostic
+from lit_efficient.errors import ChecksTypes, check_number, diagnostic
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_strategies import readers
+from lit_efficient.internals.lightning_trainer import TrainerOnly
 from lit_efficient.mechanisms.metering import count_batch, short_number
 
 _SECONDS_PER_LINE = 60.0  # if the end of the run is unknown
 _BAR = 60  # characters of a bar without its figures
 
 
-class ThroughputBar(TQDMProgressBar):
+class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
     """Show one bar for all epochs of ``fit``, or print a few plain lines if the output is no terminal.
 
     The bar counts steps if ``max_steps`` ends the run, else batches until the end of the last epoch.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.wraps import unwrap_method, wrap_method
 
 if TYPE_CHECKING:
@@ -35,7 +36,25 @@ else:
         StandalonePrecision = StandaloneCallback
 
 
-class AskedEarly:
+class TrainerOnly:
+    """Mix-in of callbacks of a Trainer. Fabric calls ``on_after_setup`` of its callbacks, and no hook of a Trainer."""
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Raise an error, because the callback would do nothing."""
+        raise refuse_fabric(self)
+
+
+def refuse_fabric(part: object) -> ConfigurationError:
+    """Return the error for a part of a Trainer that is given to Fabric."""
+    name = type(part).__name__
+    return ConfigurationError(
+        f"{name} is a part of a Trainer, and would do nothing in Fabric, whose loop is your own. Call "
+        "lit_efficient.apply(module, techniques) before fabric.setup for techniques that change the network, build "
+        f"its optimizers and schedulers as those of torch, and leave {name} out, as in examples/fabric_loop.py"
+    )
+
+
+class AskedEarly(TrainerOnly):
     """Mix-in of callbacks whose ``refuse`` runs before data is prepared. ``setup`` runs after it.
 
     Trainers assign the module's ``log`` to each callback at that time, in every run

@@ -17,12 +17,13 @@ from lit_efficient.errors import ChecksTypes, diagnostic
 from lit_efficient.internals.lightning_loops import accumulates, logged_step, watch_fetching
 from lit_efficient.internals.lightning_metrics import names_logged
 from lit_efficient.internals.lightning_strategies import readers, traits_of
+from lit_efficient.internals.lightning_trainer import TrainerOnly
 from lit_efficient.internals.torch_optimizers import unscales
 from lit_efficient.mechanisms.metering import Amount, measure, peak_memory
 from lit_efficient.traits import Trait
 
 
-class RunFigures(ChecksTypes, Callback):
+class RunFigures(Callback, ChecksTypes, TrainerOnly):
     """Log learning rates, gradient norm, throughput, peak memory and waiting time at the trainer's logging interval."""
 
     traits = frozenset({Trait.LEAVES_TRACES})

@@ -106,7 +106,8 @@ def test_several_optimizers_under_manual_optimization_are_all_rewritten() -> Non
     module = Toy("configure_model", optimizers=2)
     plain = weights(fit(Toy("configure_model", optimizers=2), []).lightning_module)
     run = fit(module, [LowBitOptimizer(min_size=0), StochasticDepth(0.5)])
-    assert [type(optimizer).__name__ for optimizer in run.optimizers] == ["AdamW8bit"] * 2
+    # The first one holds two vectors, whose states are smaller than the tables of 8-bit codes.
+    assert [type(optimizer).__name__ for optimizer in run.optimizers] == ["AdamW", "AdamW8bit"]
     assert not all(torch.equal(plain[key], tensor) for key, tensor in weights(module).items())
 
 
@@ -330,6 +331,9 @@ def test_a_module_that_was_compiled_before_it_met_the_trainer() -> None:
 def test_spawned_processes_are_refused_because_they_lose_the_change() -> None:
     run = trainer([StochasticDepth()], strategy="ddp_spawn")
     with pytest.raises(ConflictError, match=r"StochasticDepth changes the network.*use strategy='ddp'"):
+        install(run, Toy())
+    run = trainer([EMA()], strategy="ddp_fork")
+    with pytest.raises(ConflictError, match=r"EMA keeps averaged weights, which .* would use the raw weights"):
         install(run, Toy())
 
 
