@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -142,3 +143,14 @@ def test_a_schedule_free_callback_of_the_users_is_the_only_one():
     assert fit("--optimizer", "ScheduleFreeAdamW", *given) == 0
     found = [callback for callback in Recorder.last.trainer.callbacks if isinstance(callback, ScheduleFree)]
     assert [callback.warmup_steps for callback in found] == [3]
+
+
+def test_a_module_of_the_command_line_is_pickled_and_copied_with_its_optimizer():
+    assert fit("-c", "ema", "--optimizer", "AdamW", "--lr_scheduler", "WarmupCosine") == 0
+    module = ToyModel.last
+    for again in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+        twin = again(module)
+        twin.trainer = module.trainer
+        built = twin.configure_optimizers()["optimizer"]
+        held = [id(p) for group in built.param_groups for p in group["params"]]
+        assert held == [id(p) for p in twin.parameters()]

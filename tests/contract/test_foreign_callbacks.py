@@ -14,13 +14,20 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
     Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
+    LearningRateMonitor,
     ModelPruning,
+    RichModelSummary,
+    RichProgressBar,
     StochasticWeightAveraging,
+    Timer,
 )
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -193,6 +200,36 @@ def test_a_callback_that_changes_parameters_works_beside_a_technique_or_is_refus
             assert error is None or (isinstance(error, ConflictError) and str(error).startswith(f"{other}.on_train"))
         if other == "Averages":
             assert (error is not None) is bool(SHADOWED & technique.traits), error
+
+
+def _monitors() -> list[Any]:
+    return [
+        LearningRateMonitor("step", log_momentum=True, log_weight_decay=True),
+        DeviceStatsMonitor(cpu_stats=False),
+        Timer("00:01:00:00"),
+        RichModelSummary(),
+        RichProgressBar(),
+        EarlyStopping("val/loss", patience=9),
+    ]
+
+
+@pytest.mark.turns(20, always=["EMA", "LoRA"])
+@pytest.mark.filterwarnings("ignore:.*RichProgressBar")
+@pytest.mark.parametrize("name", NAMES)
+def test_monitors_of_lightning_change_nothing_beside_a_technique(name: str, tmp_path: Path) -> None:
+    states = []
+    for monitors in ([], _monitors()):
+        torch.manual_seed(0)
+        module = Toy(network=network_of(name))
+        torch.manual_seed(0)
+        more = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "enable_progress_bar": bool(monitors)}
+        run = trainer([*monitors, *make_all(name)], max_epochs=2, **{**more, **CASES[name].trainer})
+        run.fit(module, data(), data())
+        states.append(dict(module.state_dict()))
+    assert_equal(*states)
+    assert all(rates for rates in monitors[0].lrs.values())
+    assert monitors[2].time_elapsed("train") > 0
+    assert monitors[5].best_score.isfinite()
 
 
 def test_what_a_callback_does_after_training_is_its_own_matter() -> None:
