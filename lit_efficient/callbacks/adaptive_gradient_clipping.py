@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import check_list, check_number
+from lit_efficient.errors import check_number
 from lit_efficient.mechanisms.clipping import ClipsGradients
 from lit_efficient.surgery import expert_stacks, inputs_first, match_parameters, name_pattern
 from lit_efficient.traits import Trait
@@ -110,7 +110,6 @@ class AdaptiveGradientClipping(ClipsGradients):
         super().__init__()
         check_number("AdaptiveGradientClipping", "clip_factor", clip_factor, above=0)
         check_number("AdaptiveGradientClipping", "eps", eps, above=0)
-        check_list("AdaptiveGradientClipping", "skip", skip, "a list of regular expressions", empty=True)
         for pattern in skip:
             name_pattern(pattern, "AdaptiveGradientClipping: skip")
         self.clip_factor = clip_factor

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import check_choice
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR
 from lit_efficient.mechanisms.low_rank import LowRankTechnique
 from lit_efficient.optimizers.low_rank import rewrite
@@ -58,7 +57,6 @@ class APOLLO(LowRankTechnique):
         bits: Literal[32, 8] = 32,
     ) -> None:
         super().__init__(rank, update_every, scale, targets, bits)
-        check_choice("APOLLO", "granularity", granularity, ("channel", "tensor"))
         self.granularity = granularity
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:

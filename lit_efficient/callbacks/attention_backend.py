@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report, technique_of
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice
+from lit_efficient.errors import ConfigurationError, ConflictError
 from lit_efficient.internals.hugging_face import attention_of
 from lit_efficient.internals.torch_compiler import is_compiled
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode
@@ -102,7 +102,6 @@ class AttentionBackend(Technique):
 
     def __init__(self, backend: Backend = "flash") -> None:
         super().__init__()
-        check_choice("AttentionBackend", "backend", backend, get_args(Backend))
         self.backend = backend
         self.ran: dict[str, int] = {}  # number of calls of each kernel in the first step
         self._before: dict[str, bool] = {}

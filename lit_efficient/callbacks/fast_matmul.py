@@ -21,7 +21,7 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 
 from lit_efficient.declaration import Report
-from lit_efficient.errors import check_choice, refusal
+from lit_efficient.errors import check_choice
 from lit_efficient.technique import Technique
 
 _PRECISIONS = ("highest", "high", "medium")
@@ -77,9 +77,6 @@ class FastMatmul(Technique):
     def __init__(self, precision: str = "high", reduced_reductions: bool = True, cudnn_benchmark: bool = True) -> None:
         super().__init__()
         check_choice("FastMatmul", "precision", precision, _PRECISIONS)
-        for name, value in (("reduced_reductions", reduced_reductions), ("cudnn_benchmark", cudnn_benchmark)):
-            if not isinstance(value, bool):
-                raise refusal("FastMatmul", name, "true or false", value)
         self.precision = precision
         self.reduced_reductions = reduced_reductions
         self.cudnn_benchmark = cudnn_benchmark

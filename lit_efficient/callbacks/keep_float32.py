@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_list, refusal
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.mechanisms.router_balance import routers
@@ -106,8 +106,6 @@ class KeepFloat32(Technique):
 
     def __init__(self, kinds: Sequence[str] = ("norms", "routers", "positions"), modules: Sequence[str] = ()) -> None:
         super().__init__()
-        check_list("KeepFloat32", "kinds", kinds, f"a list of {', '.join(_KINDS)}", empty=True)
-        check_list("KeepFloat32", "modules", modules, "a list of patterns", empty=True)
         if not set(kinds) <= _KINDS.keys():
             raise refusal("KeepFloat32", "kinds", f"a list of {', '.join(_KINDS)}", kinds)
         if not kinds and not modules:

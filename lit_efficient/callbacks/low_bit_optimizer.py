@@ -17,22 +17,11 @@ from torch.optim import Optimizer
 
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import (
-    ConfigurationError,
-    ConflictError,
-    check_choice,
-    check_installed,
-    check_list,
-    check_number,
-    refusal,
-)
+from lit_efficient.errors import ConfigurationError, ConflictError, check_installed, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.optimizers.low_bit import to_low_bit
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
-
-_BITS = (8, 4, "fp8")
-_BACKENDS = ("auto", "bitsandbytes", "torchao")
 
 
 class LowBitOptimizer(OptimizerHooks, Technique):
@@ -78,8 +67,6 @@ class LowBitOptimizer(OptimizerHooks, Technique):
         decay_norm_and_bias: bool = True,
     ) -> None:
         super().__init__()
-        check_choice("LowBitOptimizer", "bits", bits, _BITS)
-        check_choice("LowBitOptimizer", "backend", backend, _BACKENDS)
         if backend == "bitsandbytes" and bits != 8:
             raise refusal("LowBitOptimizer", "bits", "8 with backend='bitsandbytes'", bits)
         if paged and (backend == "torchao" or bits != 8):
@@ -87,7 +74,6 @@ class LowBitOptimizer(OptimizerHooks, Technique):
                 f"LowBitOptimizer: paged=True needs bits=8 and bitsandbytes, got bits={bits!r}, backend={backend!r}"
             )
         check_number("LowBitOptimizer", "min_size", min_size, least=0, whole=True)
-        check_list("LowBitOptimizer", "keep_32bit", keep_32bit, "a list of class names", empty=True)
         if backend == "torchao" or bits != 8:
             check_installed("LowBitOptimizer", "torchao")
         elif backend == "bitsandbytes" or find_spec("torchao") is None:  # auto may use torchao, for sharded parameters

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.application.settings import ReadBack, who_sets
 from lit_efficient.declaration import Report
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_list, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_list, check_number, refusal
 from lit_efficient.optimizers.rates import nested_schedulers
 from lit_efficient.optimizers.schedules import decay_factor, steps_of
 from lit_efficient.technique import Technique
@@ -64,7 +64,6 @@ class OptimizerSchedule(Technique):
                 check_number("OptimizerSchedule", name, number, least=0, below=below)
         if weight_decay is None and momentum is None:
             raise ConfigurationError("OptimizerSchedule: weight_decay and momentum are both null. Set one of them")
-        check_choice("OptimizerSchedule", "shape", shape, ("linear", "cosine"))
         if not steps_of("OptimizerSchedule", "until", until, 2**62):
             raise refusal("OptimizerSchedule", "until", "above 0", until)
         self.weight_decay = weight_decay

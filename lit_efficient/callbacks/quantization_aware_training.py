@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import ConfigurationError, check_installed, check_list, check_number, listed
+from lit_efficient.errors import ConfigurationError, check_installed, check_number, listed
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.models.probes.read_weights import Watched
@@ -124,7 +124,6 @@ class QuantizationAwareTraining(CheckpointHooks, Technique):
     def __init__(self, group_size: int = 32, skip: tuple[str, ...] = ()) -> None:
         super().__init__()
         check_number("QuantizationAwareTraining", "group_size", group_size, least=2, whole=True)
-        check_list("QuantizationAwareTraining", "skip", skip, "a list of patterns", empty=True)
         for pattern in skip:
             name_pattern(pattern, "QuantizationAwareTraining: skip")
         check_installed("QuantizationAwareTraining", "torchao")

@@ -26,7 +26,6 @@ from lit_efficient.errors import (
     ConflictError,
     check_choice,
     check_installed,
-    check_list,
     check_number,
     listed,
     refusal,
@@ -87,7 +86,6 @@ class QuantizeBase(CheckpointHooks, Technique):
     ) -> None:
         super().__init__()
         check_choice("QuantizeBase", "format", format, FORMATS)
-        check_list("QuantizeBase", "skip", skip, "a list of patterns", empty=True)
         for pattern in skip:
             name_pattern(pattern, "QuantizeBase: skip")
         check_number("QuantizeBase", "group_size", group_size, least=2, whole=True)

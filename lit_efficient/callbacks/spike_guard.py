@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lit_efficient.application.gradients import GradientHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.gradient_norm import gradient_norm
-from lit_efficient.errors import ConflictError, DivergedError, check_choice, check_number
+from lit_efficient.errors import ConflictError, DivergedError, check_number
 from lit_efficient.internals.lightning_loops import logged_step
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
@@ -90,7 +90,6 @@ class SpikeGuard(GradientHooks, Technique):
         every_n_steps: int = 100,
     ) -> None:
         super().__init__()
-        check_choice("SpikeGuard", "action", action, ("skip", "rewind"))
         check_number("SpikeGuard", "sigmas", sigmas, above=0)
         check_number("SpikeGuard", "window", window, least=2, whole=True)
         check_number("SpikeGuard", "max_consecutive", max_consecutive, least=1, whole=True)

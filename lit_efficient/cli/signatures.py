@@ -32,7 +32,7 @@ _PLAIN = {"int", "float", "str", "bool", "None", "Path", "PathLike"}
 _CONTAINERS = {"list", "List", "Sequence", "Iterable", "tuple", "Tuple"}
 _UNIONS = {"Union", "Optional"}
 _WITHOUT_ARGUMENTS = {"ABC", "Generic", "Protocol", "object"}  # bases
-_DECORATORS = {"dataclass", "final", "runtime_checkable", "total_ordering"}  # they keep the constructor
+_DECORATORS = {"checks_types", "dataclass", "final", "runtime_checkable", "total_ordering"}  # they keep the constructor
 
 
 @dataclass

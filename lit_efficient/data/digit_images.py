@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lit_efficient.errors import check_number, refusal
+from lit_efficient.errors import ChecksTypes, check_number, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, loading
 
 # Images for validation, and as many for the test: a tenth each.
@@ -84,7 +84,7 @@ class KeyedTensors(TensorDictDataset):
         return {**super().__getitem__(index), "variant": torch.tensor(0)}
 
 
-class DigitsDataModule(LightningDataModule):
+class DigitsDataModule(ChecksTypes, LightningDataModule):
     """Base of the DataModules of the digits, with the split and the loaders. A subclass sets ``dataset`` in ``setup``.
 
     Args:

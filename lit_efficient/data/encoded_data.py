@@ -17,7 +17,7 @@ Saves: downloading the images, and encoding them
 """
 
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -27,7 +27,7 @@ from lit_efficient.data.images.image_module import KeyedModule
 from lit_efficient.data.latents.encoded_dataset import EncodedRows
 from lit_efficient.data.latents.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
 from lit_efficient.data.latents.encoded_sources import EncodedSource, Layout, check_fields, open_encoded
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.models.libraries.autoencoders import build_autoencoder
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.latent_codec import LatentCodec
@@ -91,7 +91,6 @@ class EncodedData(KeyedModule):
         for name, value in given.items():
             check_number("EncodedData", name, value, least=0, whole=True, null=name == "num_classes")
         check_number("EncodedData", "batch_size", batch_size, least=1, whole=True)
-        check_choice("EncodedData", "layout", layout, get_args(Layout))
         if not isinstance(statistics, ChannelScaling) and statistics not in ("measured", "declared", "none"):
             raise refusal("EncodedData", "statistics", "measured, declared, none, or a mean and std", statistics)
         if statistics == "declared" and autoencoder is None:

@@ -18,7 +18,7 @@ from lit_efficient.data.text.arguments import LabelledRows
 from lit_efficient.data.text.plain_data import PlainTextDataModule, types_of
 from lit_efficient.data.text.plain_texts import LabelIds, Labels, TextReader, TextRows, padded, separate_words
 from lit_efficient.data.text.rows import Source
-from lit_efficient.errors import ConfigurationError, check_choice
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.next_token import IGNORE
 
 
@@ -88,7 +88,6 @@ class LabelledTextData(PlainTextDataModule):
             rows=rows,
             pin_memory=pin_memory,
         )
-        check_choice("LabelledTextData", "labels", labels, ("class", "classes", "number", "tags"))
         if labels == "number" and rows.names is not None:
             raise ConfigurationError("LabelledTextData: rows.names are names of classes, and labels is number.")
         self.labels: Labels = labels

@@ -14,7 +14,7 @@ Costs: one pass over all images and variants by `cache-latents`; disk: 16 kB a v
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -27,7 +27,7 @@ from lit_efficient.data.latents.latent_format import Format, Moments, StoredDtyp
 from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
 from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
 from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_features
-from lit_efficient.errors import ConfigurationError, check_choice, refusal
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
@@ -85,9 +85,6 @@ class LatentData(KeyedModule):
         build: bool = False,
     ) -> None:
         super().__init__()
-        check_choice("LatentData", "format", format, get_args(Format))
-        check_choice("LatentData", "dtype", dtype, get_args(StoredDtype))
-        check_choice("LatentData", "statistics", statistics, ("measured", "declared"))
         if not isinstance(images, ImageSource):
             allowed = "an ImageSource (DigitImages, PhotoCrops, ImageData, ...)"
             raise refusal("LatentData", "images", allowed, type(images).__name__)

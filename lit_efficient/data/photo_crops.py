@@ -28,7 +28,7 @@ from lit_efficient.data.images.image_module import ImageModule
 from lit_efficient.data.images.image_pixels import to_tensor
 from lit_efficient.data.latents import stage_one
 from lit_efficient.distributed.seeds import mix_seed
-from lit_efficient.errors import check_choice, check_number, refusal
+from lit_efficient.errors import check_number, refusal
 from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.files.sealed_folder import Contents, make_once, open_checked
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
@@ -167,7 +167,6 @@ class PhotoCrops(ImageModule):
         check_number("PhotoCrops", "resolution", resolution, least=8, whole=True)
         check_number("PhotoCrops", "crops", crops, least=2, whole=True)
         check_number("PhotoCrops", "judge_steps", judge_steps, least=0, whole=True)
-        check_choice("PhotoCrops", "classes", classes, ("photograph", "band"))
         if resolution % 8:
             raise refusal("PhotoCrops", "resolution", "a multiple of 8", resolution)
         for scale in scales or [scales]:

@@ -21,7 +21,7 @@ from lit_efficient.data.text import token_cache
 from lit_efficient.data.text.arguments import CorpusFiles
 from lit_efficient.data.text.chat_data import check_length
 from lit_efficient.data.text.text_files import find_files, read_texts, split_texts, standard_library
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import cache_folder, prepared_folder, read_manifest
 from lit_efficient.files.file_hashes import broken_seal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import loading, no_loaders
@@ -64,7 +64,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         return item
 
 
-class PythonCorpus(LightningDataModule):
+class PythonCorpus(ChecksTypes, LightningDataModule):
     """DataModule of windows of Python source, or of any text.
 
     Batches are ``{"input_ids": [B, T], "shift_labels": [B, T]}``, with labels that are shifted by one already.

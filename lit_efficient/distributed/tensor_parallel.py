@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.distributed.gradient_norm import gradient_norm
 from lit_efficient.distributed.seeds import seed_all
-from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, checks_types, refusal
 from lit_efficient.internals.torch_modules import tensor_tables
 from lit_efficient.surgery import local
 
@@ -53,6 +53,7 @@ def _style(name: str) -> ParallelStyle:
 _KNOWN = ("colwise", "rowwise", "replicated_with_grad_allreduce", *_WHOLE)
 
 
+@checks_types
 @dataclass(frozen=True)
 class Parallel:
     """Forms of parallelism of `ShardedStrategy` besides sharding. Each number must divide the number of all processes.

@@ -16,12 +16,12 @@ https://arxiv.org/abs/2510.21986.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import check_choice, check_number
+from lit_efficient.errors import check_number, checks_types
 from lit_efficient.losses.diffusion import Prediction, alpha_sigma, to_x0_eps
 from lit_efficient.losses.noise_process import AFTER_ZERO, DiffusionProcess, Schedule, as_process
 from lit_efficient.losses.timesteps import shift_times
@@ -33,6 +33,7 @@ SamplerName = Literal["builtin", "ddim", "euler", "heun", "dpmsolver++"]
 _FIRST_EPS_TIME = 0.98
 
 
+@checks_types
 @dataclass(frozen=True)
 class Sampler:
     """Settings of the sampler.
@@ -54,7 +55,6 @@ class Sampler:
     path_drop: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("Sampler", "name", self.name, get_args(SamplerName))
         check_number("Sampler", "guidance_rescale", self.guidance_rescale, least=0, most=1)
         check_number("Sampler", "shift", self.shift, above=0)
 

@@ -25,13 +25,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import check_choice, check_number, refusal
+from lit_efficient.errors import check_number, checks_types, refusal
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 # Exponents above this limit are split off. e^60 is far from the largest float32, and e^-60 far below its precision.
 _LARGEST = 60.0
 
 
+@checks_types
 @dataclass(frozen=True)
 class Divergence:
     """Divergence between two distributions, with its temperature.
@@ -51,7 +52,6 @@ class Divergence:
     temperature_squared: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("Divergence", "kind", self.kind, KINDS)
         check_number("Divergence", "beta", self.beta, above=0, below=1)
         check_number("Divergence", "temperature", self.temperature, above=0)
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
 
 LAYOUTS = ("auto", "grid", "sequence")
 
@@ -167,6 +167,7 @@ def marginal_cosine_loss(projected: Tensor, teacher: Tensor, margin: float = 0.5
     return F.relu(1.0 - margin - cosine_similarity(projected, teacher)).mean()
 
 
+@checks_types
 @dataclass(frozen=True)
 class VFLoss:
     """Settings of the VF loss.

@@ -25,12 +25,12 @@ brightness.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
 
 Schedule = Literal["flow", "cosine", "squared_cosine", "linear", "scaled_linear", "edm"]
 
@@ -49,6 +49,7 @@ _LOW = SIGMA_MIN ** (1 / RHO)
 _HIGH = SIGMA_MAX ** (1 / RHO)
 
 
+@checks_types
 @dataclass(frozen=True)
 class DiffusionProcess:
     """Complete description of a diffusion process, used by training, target conversions and all samplers.
@@ -78,7 +79,6 @@ class DiffusionProcess:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        check_choice(owner, "schedule", self.schedule, get_args(Schedule))
         for name in ("beta_start", "beta_end"):
             value = getattr(self, name)
             if value is not None and self.schedule not in BETAS:

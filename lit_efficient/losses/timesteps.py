@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import check_choice, check_number, refusal
+from lit_efficient.errors import check_choice, check_number, checks_types, refusal
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, as_process, karras_time
 from lit_efficient.surgery import moved
 
@@ -33,6 +33,7 @@ _SCALES = {"logit_normal": 1.0, "mode": 1.29, "log_normal": 1.2}
 _MODE_LIMIT = 2.0 / (math.pi - 2.0)  # with a larger scale, or one below -1, the map of `mode` is not monotonic
 
 
+@checks_types
 @dataclass(frozen=True)
 class TimestepSampling:
     """Distribution of training times.
@@ -56,7 +57,6 @@ class TimestepSampling:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         name = self.distribution
-        check_choice(owner, "distribution", name, get_args(Distribution))
         for argument, defaults in (("location", _LOCATIONS), ("scale", _SCALES)):
             if getattr(self, argument) is not None and name not in defaults:
                 raise refusal(owner, argument, f"unset for {name}", getattr(self, argument))

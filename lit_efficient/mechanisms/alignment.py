@@ -22,13 +22,7 @@ from lit_efficient.application.ledger import ledger
 from lit_efficient.application.loss import LossHooks
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import (
-    ConfigurationError,
-    ConflictError,
-    check_number,
-    must_fit,
-    refusal,
-)
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, checks_types, must_fit, refusal
 from lit_efficient.internals.torch_dispatch import backward_runs
 from lit_efficient.internals.torch_modules import LoadsPartly
 from lit_efficient.internals.wraps import temporarily
@@ -124,6 +118,7 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
     return head
 
 
+@checks_types
 @dataclass(frozen=True)
 class AlignmentHead:
     """Settings of the projection between the module's and the teacher's features.
@@ -154,6 +149,7 @@ class AlignmentHead:
             raise refusal("AlignmentHead", "widths", "two numbers of at least 1", self.widths)
 
 
+@checks_types
 @dataclass(frozen=True)
 class GradientConflict:
     """Criterion that ends alignment when its gradient conflicts with the gradient of the task.

@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from lit_efficient.errors import ChecksTypes
 from lit_efficient.internals.torch_optimizers import fused_devices, leave_unscaling
 from lit_efficient.optimizers.groups import parameter_groups, tensor_of
 
 
-class FusedAdamW(torch.optim.AdamW):
+class FusedAdamW(ChecksTypes, torch.optim.AdamW):
     """AdamW that uses torch's fused kernel if the device and dtype of all parameters support it.
 
     Lightning does not clip gradients for fused optimizers, because they may unscale gradients inside the kernel. This

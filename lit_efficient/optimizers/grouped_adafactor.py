@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from lit_efficient.errors import ChecksTypes
 from lit_efficient.optimizers.groups import parameter_groups
 from lit_efficient.optimizers.stepping import loss_of, unhooked, with_gradient
 from lit_efficient.surgery import is_sharded
 from lit_efficient.traits import Trait
 
 
-class GroupedAdafactor(torch.optim.Adafactor):
+class GroupedAdafactor(ChecksTypes, torch.optim.Adafactor):
     """Adafactor of torch that can exclude norms and biases from weight decay, and supports sharded parameters.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.errors import check_number
+from lit_efficient.errors import ChecksTypes, check_number
 from lit_efficient.internals.torch_optimizers import (
     foreach_add_,
     foreach_lerp,
@@ -54,7 +54,7 @@ def lion(
     foreach_lerp_(moments, gradients, weight=1 - betas[1])
 
 
-class Lion(Optimizer):
+class Lion(ChecksTypes, Optimizer):
     """Optimizer with one moment, which steps by the sign of an update.
 
     Args:

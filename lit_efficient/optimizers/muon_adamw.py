@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError, check_number, diagnostic, refusal
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number, diagnostic, refusal
 from lit_efficient.internals.torch_optimizers import muon_rate, orthogonalised
 from lit_efficient.mechanisms.averages.weights import placed_like
 from lit_efficient.optimizers.groups import Groups, parameter_groups, tensor_of
@@ -68,7 +68,7 @@ def muon_groups(module: nn.Module, adamw: tuple[str, ...] = ()) -> Groups:
     return [{"params": tensors, "muon": use} for use, tensors in groups.items() if tensors]
 
 
-class MuonAdamW(Optimizer):
+class MuonAdamW(ChecksTypes, Optimizer):
     """Muon and AdamW in one optimizer, so that automatic optimization works.
 
     Groups may contain ``"muon": True`` or ``False`` (see :func:`muon_groups`). Other groups are split: Muon steps

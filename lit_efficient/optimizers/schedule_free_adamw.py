@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number
 from lit_efficient.internals.torch_optimizers import (
     foreach_add_,
     foreach_addcmul_,
@@ -40,7 +40,7 @@ from lit_efficient.traits import Trait
 _PIECE = 2**26  # bytes of parameters that are stepped at a time, which bounds the two temporary copies
 
 
-class ScheduleFreeAdamW(Optimizer):
+class ScheduleFreeAdamW(ChecksTypes, Optimizer):
     """Schedule-free AdamW. With Lightning, add the callback ``ScheduleFree``, which switches the weights.
 
     Args:

@@ -8,11 +8,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_efficient.errors import check_number, refusal
+from lit_efficient.errors import ChecksTypes, check_number, refusal
 from lit_efficient.mechanisms.trials.rate_range import set_rate
 
 Shape = Literal["linear", "cosine", "sqrt"]
-SHAPES = ("linear", "cosine", "sqrt")
 
 
 def warmup_cosine(step: int, warmup: int, total: float) -> float:
@@ -64,7 +63,7 @@ def steps_of(owner: str, name: str, value: float, total: int) -> int:
     raise refusal(owner, name, "a whole number of steps of at least 0, or a share from 0.0 to 1.0 of all", value)
 
 
-class FactorLRScheduler(LRScheduler):
+class FactorLRScheduler(ChecksTypes, LRScheduler):
     """Base of schedulers that multiply the rate of each group by one function of the step.
 
     Subclasses keep their constructor arguments as attributes of the same name. When a state is loaded, the constructor

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from torch.optim import Optimizer
 
-from lit_efficient.errors import check_choice, check_number, refusal
-from lit_efficient.optimizers.schedules import SHAPES, FactorLRScheduler, Shape, decay_factor, steps_of, warmup_factor
+from lit_efficient.errors import check_number, refusal
+from lit_efficient.optimizers.schedules import FactorLRScheduler, Shape, decay_factor, steps_of, warmup_factor
 
 
 class WarmupStableDecay(FactorLRScheduler):
@@ -52,7 +52,6 @@ class WarmupStableDecay(FactorLRScheduler):
     ) -> None:
         who = "WarmupStableDecay"
         check_number(who, "total_steps", total_steps, least=1, whole=True)
-        check_choice(who, "shape", shape, SHAPES)
         check_number(who, "final", final, least=0, most=1)
         used = steps_of(who, "warmup", warmup, total_steps) + steps_of(who, "decay", decay, total_steps)
         if used > total_steps:

@@ -21,7 +21,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_efficient.distributed.shards import check_shards, read_shards
-from lit_efficient.errors import CheckpointError, DivergedError, listed, refusal
+from lit_efficient.errors import CheckpointError, ChecksTypes, DivergedError, listed, refusal
 from lit_efficient.files.atomic_file import link_again, remove_whole
 from lit_efficient.files.checkpoints import (
     DamagedError,
@@ -37,7 +37,7 @@ from lit_efficient.files.checkpoints import (
 _MAPPED = sys.platform != "win32"  # Windows cannot replace a file that is mapped into memory
 
 
-class SafeCheckpointIO(CheckpointIO):
+class SafeCheckpointIO(ChecksTypes, CheckpointIO):
     """CheckpointIO that writes atomically, verifies files when loading, and only loads tensors and primitives.
 
     URLs are not supported. Two checkpoints with the same content, such as the best and the last one of a step, are one
@@ -63,9 +63,6 @@ class SafeCheckpointIO(CheckpointIO):
     }
 
     def __init__(self, verify: bool = True, fallback: bool = False, finite: bool = True) -> None:
-        for name, value in (("verify", verify), ("fallback", fallback), ("finite", finite)):
-            if not isinstance(value, bool):
-                raise refusal("SafeCheckpointIO", name, "true or false", value)
         self.verify = verify
         self.fallback = fallback
         self.finite = finite

@@ -22,15 +22,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
-from lit_efficient.errors import (
-    ConfigurationError,
-    check_choice,
-    check_installed,
-    check_list,
-    check_number,
-    listed,
-    refusal,
-)
+from lit_efficient.errors import ConfigurationError, check_installed, check_list, check_number, listed
 from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
@@ -47,8 +39,6 @@ from lit_efficient.surgery import (
 from lit_efficient.technique import PrecisionTechnique
 from lit_efficient.traits import Trait
 
-_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-_PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
 _UNITS = (8, 9)  # smallest compute capability of GPUs with float8 products
 _MULTIPLE = 16  # the kernels need sizes of a layer that are multiples of this
 
@@ -122,13 +112,8 @@ class Float8Precision(PrecisionTechnique):
         min_size: int = 128,
         emulate: bool = False,
     ) -> None:
-        check_choice("Float8Precision", "recipe", recipe, _RECIPES)
-        check_choice("Float8Precision", "precision", precision, _PRECISIONS)
         check_number("Float8Precision", "min_size", min_size, least=_MULTIPLE, whole=True)
-        if not isinstance(emulate, bool):
-            raise refusal("Float8Precision", "emulate", "true or false", emulate)
         check_list("Float8Precision", "modules", modules, "blocks, all or patterns", text=True)
-        check_list("Float8Precision", "skip", skip, "a list of patterns", empty=True)
         for pattern in skip:
             name_pattern(pattern, "Float8Precision: skip")
         check_installed("Float8Precision", "torchao")

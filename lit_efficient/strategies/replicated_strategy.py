@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from lit_efficient.declaration import techniques_of
 from lit_efficient.distributed.reducing import renew_reducer
-from lit_efficient.errors import ConflictError, check_number, refusal
+from lit_efficient.errors import ChecksTypes, ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_strategies import forget_first_backward
 from lit_efficient.traits import Trait
 
@@ -48,7 +48,7 @@ def reduce_in_bfloat16(state: object, bucket: distributed.GradBucket) -> torch.f
     return reduced.then(lambda done: own.copy_(done.value()[0]))
 
 
-class ReplicatedStrategy(DDPStrategy):
+class ReplicatedStrategy(ChecksTypes, DDPStrategy):
     """Lightning's DDP with gradients as views of the buckets, bfloat16 between ranks and a static graph.
 
     Args:

@@ -52,7 +52,7 @@ from lit_efficient.distributed.units import (
     same_everywhere,
 )
 from lit_efficient.distributed.weight_slices import fill_waiting
-from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_choice, check_number, refusal
+from lit_efficient.errors import CheckpointError, ChecksTypes, ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
 from lit_efficient.internals.lightning_sharding import ShardingBase, configure_model
@@ -75,7 +75,7 @@ _ALONE = Parallel()
 _ADVICE = "Continue with the optimizer that wrote it, or from its weights only: restore(module, path)"
 
 
-class ShardedStrategy(ShardingBase):
+class ShardedStrategy(ChecksTypes, ShardingBase):
     """Shard any LightningModule over all processes, after all techniques have changed it.
 
     Repeated blocks are found as in `StochasticDepth` and `ActivationCheckpointing`. Weights that several units share
@@ -131,15 +131,9 @@ class ShardedStrategy(ShardingBase):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         who = type(self).__name__
-        check_choice(who, "gather_dtype", gather_dtype, ("auto", *_DTYPES))
-        check_choice(who, "reduce_dtype", reduce_dtype, tuple(_DTYPES))
         check_number(who, "replicas", replicas, least=1, whole=True)
         if replicas > 1 < parallel.tensor:
             raise refusal(who, "replicas", "1 with parallel.tensor above 1", replicas)
-        flags = {"offload": offload, "reduce_each_batch": reduce_each_batch}
-        for name, value in {**flags, "save_distributed_checkpoint": save_distributed_checkpoint}.items():
-            if not isinstance(value, bool):
-                raise refusal(who, name, "true or false", value)
         if not isinstance(reshard_after_forward, bool):
             check_number(who, "reshard_after_forward", reshard_after_forward, least=2, whole=True)
         if not blocks:

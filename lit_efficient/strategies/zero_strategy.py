@@ -21,7 +21,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from lit_efficient.distributed.shards import check_everywhere, write_shards
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_installed, check_number, refusal
+from lit_efficient.errors import (
+    ChecksTypes,
+    ConfigurationError,
+    ConflictError,
+    check_choice,
+    check_installed,
+    check_number,
+    refusal,
+)
 from lit_efficient.internals.lightning_sharding import ZeroBase
 
 _PLACES = ("gpu", "cpu", "nvme")
@@ -94,7 +102,7 @@ def zero_config(
     return {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
-class ZeroStrategy(ZeroBase):
+class ZeroStrategy(ChecksTypes, ZeroBase):
     """Lightning's DeepSpeedStrategy with a few arguments; needs the package deepspeed and GPUs.
 
     Args:

@@ -15,13 +15,13 @@ logging. `build_autoencoder` only needs its checkpoint.
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import CheckpointError, ChecksTypes, ConfigurationError, check_number, refusal
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.models.judges.perceptual import Perceptual, find_network, perceptual_distance, pixel_distance
@@ -46,7 +46,7 @@ _KL_WEIGHT = 1e-4
 _SHOWN = 64  # most images of the first validation batch that `sample_images` can show
 
 
-class Autoencoding(LightningModule):
+class Autoencoding(ChecksTypes, LightningModule):
     """Training of an autoencoder. Batches are dictionaries with "images" [B, C, H, W] in [-1, 1].
 
     Random weights are drawn on the device of the run, so a GPU and a CPU give different weights for one seed.
@@ -77,7 +77,6 @@ class Autoencoding(LightningModule):
             perceptual = Perceptual(**perceptual)
         check_number("Autoencoding", "kl_weight", kl_weight, least=0, null=True)
         check_number("Autoencoding", "learning_rate", learning_rate, above=0)
-        check_choice("Autoencoding", "reconstruction", reconstruction, get_args(Reconstruction))
         # Primitives only, so that checkpoints load with weights_only=True.
         kept = None
         if perceptual is not None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.data.text.teacher_cache import ROW, TopKCache, cache_key, write_top_k
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
 from lit_efficient.files.cache import cache_root
 from lit_efficient.internals.hugging_face import masks_unread
 from lit_efficient.internals.lightning_loops import arrives_unchanged
@@ -52,6 +52,7 @@ _RATIONALE = "rationale_"
 _ANSWERS = ("teacher_ids", "teacher_log_probs")  # entries of a batch that come from the cache of a teacher
 
 
+@checks_types
 @dataclass(frozen=True)
 class DistillationLoss:
     """Objective of the student.

@@ -22,7 +22,7 @@ from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAcc
 from lit_efficient.data.text.chat_tokenizer import pack_tokenizer, token_ids, unknown_ids, unpack_tokenizer
 from lit_efficient.distributed.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.distributed.weight_slices import built_empty
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import CheckpointError, ChecksTypes, ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import generation_json, masks_unread, take_generation
 from lit_efficient.internals.hugging_face_loading import Replacing
@@ -67,7 +67,7 @@ _HF_SHAPE = (
 _DEFAULT_MODEL = GPTConfig()
 
 
-class LanguageModeling(LightningModule):
+class LanguageModeling(ChecksTypes, LightningModule):
     """Next-token prediction on batches ``{"input_ids": [B, T], "labels": [B, T]}``.
 
     Labels are aligned with ``input_ids`` as in transformers, and -100 is ignored. A batch may contain ``shift_labels``

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_choice, check_number, checks_types, refusal
 from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
@@ -60,6 +60,7 @@ def check(name: str, value: object, allowed: str, holds: bool) -> None:
         raise refusal("LatentDiffusion", name, allowed, value)
 
 
+@checks_types
 @dataclass(frozen=True)
 class Samples:
     """Images that a task samples in validation.
@@ -83,7 +84,7 @@ class Samples:
         check("samples.prompts", self.prompts, allowed, self.prompts is None or len(self.prompts) > 0)
 
 
-class LatentGenerator(LightningModule):
+class LatentGenerator(ChecksTypes, LightningModule):
     """Sampling of latents and images for labels, captions, both or neither, depending on the backbone."""
 
     trains_on: ClassVar[tuple[str, ...]] = ("latents", "images")

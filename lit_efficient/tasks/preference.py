@@ -15,7 +15,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.losses.preference import check_dpo, dpo_loss, orpo_loss, simpo_loss
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
@@ -85,7 +85,6 @@ class Preference(ReferenceTask):
         cache_reference: bool = False,
     ) -> None:
         super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps, cache_reference)
-        check_choice("Preference", "loss", loss, (*_DPO, "orpo", "simpo"))
         if gamma is not None and loss != "simpo":
             raise refusal("Preference", "gamma", f"null with {loss}, because only simpo uses it", gamma)
         check_number("Preference", "gamma", gamma, least=0, null=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_list, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_list, check_number, refusal
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.contrastive import info_nce, similarities
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig, Head
@@ -67,7 +67,6 @@ class TextEmbedding(TextTask):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__(model, learning_rate, weight_decay, warmup_steps)
-        check_choice("TextEmbedding", "pooling", pooling, ("mean", "cls", "last"))
         check_number("TextEmbedding", "temperature", temperature, above=0)
         check_list("TextEmbedding", "sizes", sizes, "a list of sizes", null=True)
         for size in sizes or ():

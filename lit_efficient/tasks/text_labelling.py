@@ -28,7 +28,7 @@ from torchmetrics.classification import (
 from torchmetrics.regression import MeanAbsoluteError, PearsonCorrCoef, SpearmanCorrCoef
 
 from lit_efficient.data.text.plain_texts import Labels
-from lit_efficient.errors import ConfigurationError, check_choice, refusal
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.next_token import IGNORE, sample_means
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig, Head
@@ -80,7 +80,6 @@ class TextLabelling(TextTask):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__(model, learning_rate, weight_decay, warmup_steps)
-        check_choice("TextLabelling", "labels", labels, ("class", "classes", "number", "tags"))
         allowed = "null for numbers" if labels == "number" else "a list of at least 2 different names, or null"
         if names is not None and (labels == "number" or isinstance(names, str) or not 2 <= len({*names}) == len(names)):
             raise refusal("TextLabelling", "names", allowed, names)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lit_efficient.data.unpaired_preference_data import UnpairedPreferenceData
-from lit_efficient.errors import ConfigurationError, check_choice, check_number
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.preference import kto_loss
@@ -93,7 +93,6 @@ class UnpairedPreference(ReferenceTask):
         cache_reference: bool = False,
     ) -> None:
         super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps, cache_reference)
-        check_choice("UnpairedPreference", "loss", loss, ("kto", "apo_zero"))
         check_number("UnpairedPreference", "beta", beta, above=0)
         check_number("UnpairedPreference", "desirable_weight", desirable_weight, least=0)
         check_number("UnpairedPreference", "undesirable_weight", undesirable_weight, least=0)

@@ -197,7 +197,7 @@ def test_what_clips_as_well_is_refused(module: Any, arguments: dict[str, Any], m
     [
         ({"clip_factor": 0}, "clip_factor must be above 0, got 0"),
         ({"eps": math.nan}, "eps must be above 0, got nan"),
-        ({"skip": "head"}, "skip must be a list of regular expressions, got 'head'"),
+        ({"skip": "head"}, "skip must be a list of texts, got 'head'"),
         ({"skip": ["("]}, r"skip: '\(' is no regular expression"),
     ],
 )

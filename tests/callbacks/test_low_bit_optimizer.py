@@ -468,7 +468,7 @@ def test_paged_states_stay_paged_after_a_resume() -> None:
         ({"bits": 4, "backend": "bitsandbytes"}, "bits must be 8 with backend='bitsandbytes', got 4"),
         ({"bits": 4, "paged": True}, "paged=True needs bits=8 and bitsandbytes, got bits=4"),
         ({"min_size": -1}, "min_size must be a whole number of at least 0, got -1"),
-        ({"keep_32bit": "Embedding"}, "keep_32bit must be a list of class names, got 'Embedding'"),
+        ({"keep_32bit": "Embedding"}, "keep_32bit must be a list of texts, got 'Embedding'"),
     ],
 )
 def test_arguments_are_checked_when_it_is_built(arguments: dict[str, Any], message: str) -> None:

@@ -247,7 +247,7 @@ def test_training_with_the_roundings_beats_rounding_afterwards() -> None:
     ("arguments", "said"),
     [
         ({"group_size": 1}, "group_size must be a whole number of at least 2, got 1"),
-        ({"skip": "head"}, "skip must be a list of patterns, got 'head'"),
+        ({"skip": "head"}, "skip must be a list of texts, got 'head'"),
         ({"skip": ("(",)}, "is no regular expression"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,16 @@ class Bounds:
         return found
 
 
-def values(technique: str, argument: str, annotation: str, bounds: Bounds) -> Iterator[Any]:
+def values(technique: str, argument: str, hint: Any, bounds: Bounds) -> Iterator[Any]:
     """Values to try for an argument."""
+    annotation = str(hint)
     numbers = [n for n in bounds.numbers(argument) if n <= FEW or (technique, argument) not in LONG]
     yield from numbers
     if argument in bounds.ranges:
         yield from WRONG
-    if argument in bounds.choices:
-        yield from [*bounds.choices[argument], "no-such-choice"]
+    choices = bounds.choices.get(argument, literals(hint))
+    if choices:
+        yield from [*choices, "no-such-choice"]
     if "bool" in annotation:
         yield from (False, True)
     if "None" in annotation:
@@ -80,6 +83,14 @@ def values(technique: str, argument: str, annotation: str, bounds: Bounds) -> It
         yield from [*NO_LIST, *([number] for number in numbers)]
     if any(word in annotation for word in ("dict", "Mapping")):
         yield from [{}, *NO_LIST]
+
+
+def literals(hint: Any) -> list[Any]:
+    """Return the values of the literals in an annotation."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return list(inner)
+    return [value for one in inner for value in literals(one)]
 
 
 def arguments(name: str) -> dict[str, inspect.Parameter]:
@@ -97,8 +108,9 @@ def test_a_boundary_acts_or_is_refused(
     bounds = Bounds(monkeypatch)
     technique = CASES[name].make()
     given = arguments(name)
+    hints = typing.get_type_hints(type(technique).__init__)
     bad = []
-    for value in values(name, argument, str(given[argument].annotation), bounds):
+    for value in values(name, argument, hints[argument], bounds):
         technique = CASES[name].make()
         try:
             changed = type(technique)(**{key: getattr(technique, key) for key in given} | {argument: value})

@@ -282,7 +282,7 @@ def test_sharded_by_fsdp2_it_is_the_same(gpt: GPT) -> None:
         ({"recipe": "blockwise"}, "recipe must be one of tensorwise, rowwise, rowwise_with_gw_hp, got 'blockwise'"),
         ({"precision": "16-mixed"}, "precision must be one of bf16-mixed, bf16-true, 32-true, got '16-mixed'"),
         ({"min_size": 8}, "min_size must be a whole number of at least 16, got 8"),
-        ({"skip": "head"}, "skip must be a list of patterns, got 'head'"),
+        ({"skip": "head"}, "skip must be a list of texts, got 'head'"),
         ({"skip": ("(",)}, "is no regular expression"),
         ({"modules": []}, "modules must be blocks, all or patterns"),
         ({"emulate": 1}, "emulate must be true or false, got 1"),

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
 
 Shape = tuple[int, int]
 """Height and width in pixels."""
 
 
+@checks_types
 @dataclass(frozen=True)
 class AspectBuckets:
     """Set of image shapes, of which a batch has one.

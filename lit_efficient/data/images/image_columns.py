@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lit_efficient.errors import ConfigurationError, check_choice, refusal
+from lit_efficient.errors import ConfigurationError, checks_types, refusal
 
 AUTO = "auto"
 Label = int | str
@@ -18,6 +18,7 @@ _USUAL = {
 }
 
 
+@checks_types
 @dataclass(frozen=True)
 class ImageColumns:
     """Names of columns.
@@ -37,9 +38,6 @@ class ImageColumns:
     label: str | None = AUTO
     caption: str | None = AUTO
     subfolders: Subfolders = "auto"
-
-    def __post_init__(self) -> None:
-        check_choice("ImageColumns", "subfolders", self.subfolders, ("auto", "classes", "repeats"))
 
 
 def chosen_column(kind: str, wanted: str | None, names: Sequence[str], where: str) -> str | None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ConfigurationError, check_number, checks_types
 from lit_efficient.models.judges.sample_quality import distances_of_features
 from lit_efficient.models.libraries.teachers import find_teacher
 
 
+@checks_types
 @dataclass(frozen=True)
 class ImageScores:
     """Network and real images that generated images are compared with.

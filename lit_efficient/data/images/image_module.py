@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.images.image_source import KeyedImages, collate_images
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader, no_loaders
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.preloaded import Preloaded
@@ -26,7 +26,7 @@ class NoImages:
         raise ConfigurationError("This data module holds no images yet: call prepare_data() and setup('fit') first.")
 
 
-class KeyedModule(LightningDataModule):
+class KeyedModule(ChecksTypes, LightningDataModule):
     """DataModule of three parts. Items are found by key, and their order depends on (seed, epoch) alone.
 
     A subclass has the attributes of an `ImageSource`, or a ``source`` that has them.

@@ -13,7 +13,7 @@ from typing import Protocol
 from lit_efficient.data.images.image_columns import ImageColumns, Label
 from lit_efficient.data.images.image_folder import FolderTable
 from lit_efficient.data.images.image_rows import SavedTable
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, checks_types
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
 _SPLITS = {
@@ -23,6 +23,7 @@ _SPLITS = {
 }
 
 
+@checks_types
 @dataclass(frozen=True)
 class ImageSplits:
     """Names of the splits of data sets that have several.

@@ -17,10 +17,11 @@ from lit_efficient.data.images.image_pixels import (
     decode,
     to_tensor,
 )
-from lit_efficient.errors import check_choice, check_number, refusal
+from lit_efficient.errors import check_choice, check_number, checks_types, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
 
+@checks_types
 @dataclass(frozen=True)
 class ImageView:
     """Size, crop and variants of images.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_efficient.data.latents.encoded_files import Value
 from lit_efficient.data.latents.latent_format import dequantize
-from lit_efficient.errors import check_choice, check_number, refusal
+from lit_efficient.errors import check_choice, check_number, checks_types, refusal
 
 Content = Literal["latents", "mean_logvar", "mean_std"]
 
@@ -21,6 +21,7 @@ _SMALLEST_VARIANCE = 1e-20
 _BYTES_PER_NUMBER = {"uint8": 1, "int8": 1, "float16": 2, "float32": 4}
 
 
+@checks_types
 @dataclass(frozen=True)
 class EncodedFields:
     """Names of the fields of a row. null: the data set has no such field.
@@ -51,6 +52,7 @@ class EncodedFields:
         return {name: value for name, value in values.items() if value is not None}
 
 
+@checks_types
 @dataclass(frozen=True)
 class EncodedNumbers:
     """Meaning of the stored numbers of latents.
@@ -151,6 +153,7 @@ def _is_shape(shape: object) -> bool:
     return all(isinstance(size, int) and size >= 1 for size in shape)
 
 
+@checks_types
 @dataclass(frozen=True)
 class ChannelScaling:
     """Known mean and standard deviation of each channel.

@@ -7,18 +7,18 @@ With a cache the encoder runs once for each image and variant instead of in each
 """
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from lit_efficient.data.latents.latent_format import StoredDtype
-from lit_efficient.errors import check_choice, check_number
+from lit_efficient.errors import check_number, checks_types
 from lit_efficient.models.libraries.teachers import Teacher, find_teacher, name_of
 
 _WHO = "TeacherFeatures"
 
 
+@checks_types
 @dataclass(frozen=True)
 class TeacherFeatures:
     """Encoder whose features come with the latents, as ``features`` of a batch.
@@ -38,7 +38,6 @@ class TeacherFeatures:
 
     def __post_init__(self) -> None:
         check_number(_WHO, "image_size", self.image_size, least=1, whole=True, null=True)
-        check_choice(_WHO, "dtype", self.dtype, get_args(StoredDtype))
 
     def find(self, images: object) -> Teacher:
         """Return the encoder. ``data.NAME`` is an attribute of the DataModule ``images``."""

@@ -12,9 +12,10 @@ from lit_efficient.data.text.text_files import EXCLUDE
 from lit_efficient.data.text.truncation import Side, TooLong
 from lit_efficient.data.text.turn_choices import Reasoning, TurnChoices
 from lit_efficient.data.text.turn_spans import TrainOn
-from lit_efficient.errors import ConfigurationError, check_choice, check_list, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_list, check_number, checks_types, refusal
 
 
+@checks_types
 @dataclass(frozen=True)
 class RowsArguments:
     """Choice of the rows of the sources.
@@ -47,6 +48,7 @@ class RowsArguments:
                 raise ConfigurationError(f"{self.owner}: rows.columns may name {', '.join(self.keys)}, got {name!r}")
 
 
+@checks_types
 @dataclass(frozen=True)
 class LanguageRows(RowsArguments):
     """Choice of the rows that `LanguageData` reads.
@@ -67,6 +69,7 @@ class LanguageRows(RowsArguments):
         check_choice(self.owner, "rows.format", self.format, ("auto", *get_args(Format)))
 
 
+@checks_types
 @dataclass(frozen=True)
 class PreferenceRows(RowsArguments):
     """Choice of the rows that `PreferenceData` reads.
@@ -89,6 +92,7 @@ class PreferenceRows(RowsArguments):
         check_choice(self.owner, "rows.margin", self.margin, get_args(Margin))
 
 
+@checks_types
 @dataclass(frozen=True)
 class UnpairedRows(RowsArguments):
     """Choice of the rows that `UnpairedPreferenceData` reads."""
@@ -97,6 +101,7 @@ class UnpairedRows(RowsArguments):
     keys = ("prompt", "completion", "messages", "conversations", "instruction", "output", "input", "label", *FURTHER)
 
 
+@checks_types
 @dataclass(frozen=True)
 class LabelledRows(RowsArguments):
     """Choice of the rows that `LabelledTextData` reads.
@@ -118,6 +123,7 @@ class LabelledRows(RowsArguments):
             raise refusal(self.owner, "rows.names", "a list of different names", self.names)
 
 
+@checks_types
 @dataclass(frozen=True)
 class EmbeddingRows(RowsArguments):
     """Choice of the rows that `EmbeddingData` reads.
@@ -136,6 +142,7 @@ class EmbeddingRows(RowsArguments):
         check_number(self.owner, "rows.negatives", self.negatives, least=0, whole=True)
 
 
+@checks_types
 @dataclass(frozen=True)
 class ChatArguments:
     """Conversion of rows to tokens.
@@ -196,6 +203,7 @@ class ChatArguments:
             raise refusal(self.owner, "chat.system", "a text that is not empty, unless replace_system", self.system)
 
 
+@checks_types
 @dataclass(frozen=True)
 class LanguageChat(ChatArguments):
     """Conversion of the rows of `LanguageData` to tokens.
@@ -218,6 +226,7 @@ class LanguageChat(ChatArguments):
         check_choice(self.owner, "chat.truncation", self.truncation, get_args(Side))
 
 
+@checks_types
 @dataclass(frozen=True)
 class PreferenceChat(ChatArguments):
     """Conversion of pairs to tokens.
@@ -236,6 +245,7 @@ class PreferenceChat(ChatArguments):
         check_choice(self.owner, "chat.too_long", self.too_long, get_args(TooLong))
 
 
+@checks_types
 @dataclass(frozen=True)
 class UnpairedChat(ChatArguments):
     """Conversion of judged answers to tokens.
@@ -254,6 +264,7 @@ class UnpairedChat(ChatArguments):
         check_choice(self.owner, "chat.too_long", self.too_long, get_args(TooLong))
 
 
+@checks_types
 @dataclass(frozen=True)
 class LanguageStream:
     """Streaming of the training data of `LanguageData`.
@@ -277,6 +288,7 @@ class LanguageStream:
         check_number("LanguageData", "stream.buffer", self.buffer, least=1, whole=True)
 
 
+@checks_types
 @dataclass(frozen=True)
 class CorpusFiles:
     """Choice of the files that `PythonCorpus` reads.

@@ -21,7 +21,7 @@ from lit_efficient.data.text.rendered import TextCount
 from lit_efficient.data.text.rows import Source, open_sources, split_single_text
 from lit_efficient.data.text.truncation import Counts
 from lit_efficient.data.text.turn_spans import TrainOn
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number, refusal
 from lit_efficient.files.cache import read_manifest
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lit_efficient.data.text.image_texts import ImageTexts
 
 
-class ChatDataModule(LightningDataModule):
+class ChatDataModule(ChecksTypes, LightningDataModule):
     """Base of DataModules with a chat tokenizer. Most attributes are known after ``setup``.
 
     Its arguments are those that `LanguageData` and `PreferenceData` have in common.

@@ -20,13 +20,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, checks_types, refusal
 from lit_efficient.mechanisms.order.mixture_sampler import schedule_mean
 
 By = Literal["rows", "tokens"]
 Stop = Literal["all_exhausted", "first_exhausted"]
 
 
+@checks_types
 @dataclass(frozen=True)
 class MixtureSource:
     """Source of a mixture.
@@ -68,6 +69,7 @@ class MixtureSource:
         return self.name or PurePosixPath(self.paths[0]).name
 
 
+@checks_types
 @dataclass(frozen=True)
 class LanguageMixture:
     """Shares of the sources in ``train``, if these are given as ``{path, weight, name, split, subset}``.

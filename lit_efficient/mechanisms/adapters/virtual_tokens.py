@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_list, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
 from lit_efficient.mechanisms.adapters.peft_folder import model_placement
 from lit_efficient.mechanisms.adapters.prefix import PrefixedDecoder, embeddings, find_decoder, read_tokens
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
@@ -33,7 +33,6 @@ class VirtualTokens(AdapterTechnique):
         check_choice(who, "init", init, ("tokens", "random"))
         check_number(who, "num_virtual_tokens", num_virtual_tokens, least=1, whole=True, null=True)
         ids = "a list of ids of tokens"
-        check_list(who, "init_tokens", init_tokens, ids, null=True, empty=True)
         if any(type(i) is not int or i < 0 for i in init_tokens or ()):
             raise refusal(who, "init_tokens", ids, init_tokens)
         given = []

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.errors import check_number, refusal
+from lit_efficient.errors import check_number, checks_types, refusal
 from lit_efficient.losses.feature_matching import to_tokens
 from lit_efficient.models.libraries.teachers import Teacher, find_teacher
 
@@ -28,6 +28,7 @@ _EPS = 1e-6  # keeps the gradient finite where all features of a position are ze
 _SEED = 0
 
 
+@checks_types
 @dataclass(frozen=True)
 class Perceptual:
     """Options of a perceptual term.

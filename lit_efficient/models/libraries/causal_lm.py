@@ -20,7 +20,7 @@ from torch import nn
 
 from lit_efficient.distributed.deferred_draws import DeferredDraws
 from lit_efficient.distributed.weight_slices import Waiting, stored_places
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_installed, check_list, refusal
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_installed, checks_types, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
@@ -79,6 +79,7 @@ class Head:
 CAUSAL = Head()
 
 
+@checks_types
 @dataclass(frozen=True)
 class CausalLMConfig:
     """Language model of transformers, of text or of images and text, by name or by configuration.
@@ -121,9 +122,6 @@ class CausalLMConfig:
         owner = "CausalLMConfig"
         if self.name_or_path is None:
             check_names_class(owner, "model_type", self.config_fields or {})
-        check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
-        check_choice(owner, "quantize", self.quantize, ("nf4", "int8"), null=True)
-        check_list(owner, "frozen", self.frozen, "a list of patterns", empty=True)
         check_installed(owner, "transformers", *(["bitsandbytes"] if self.quantize else []))
         if is_gguf(self.name_or_path) and self.quantize is not None:
             allowed = "null for a GGUF file; add QuantizeBase to trainer.callbacks instead"

@@ -20,9 +20,9 @@ from lit_efficient.distributed.weight_slices import Waiting, built_empty, fill_w
 from lit_efficient.errors import (
     CheckpointError,
     ConfigurationError,
-    check_choice,
     check_installed,
     check_number,
+    checks_types,
     refusal,
 )
 from lit_efficient.files.sums import check_sums
@@ -55,6 +55,7 @@ _PIPELINES = {
 }
 
 
+@checks_types
 @dataclass(frozen=True)
 class DiffusersModelConfig:
     """Model of diffusers, by name or by configuration.
@@ -83,7 +84,6 @@ class DiffusersModelConfig:
     def __post_init__(self) -> None:
         if self.name_or_path is None:
             check_names_class(_OWNER, "_class_name", self.config_fields or {})
-        check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
         check_number(_OWNER, "guidance", self.guidance, least=0)
         check_installed(_OWNER, "diffusers")
 

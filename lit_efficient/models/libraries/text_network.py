@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, did_you_mean, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, checks_types, did_you_mean, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import bars_on_terminals, from_config
 from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_tokenizer
@@ -33,6 +33,7 @@ _OWNER = "TextEncoderConfig"
 _FINAL_NORMS = ("text_model.final_layer_norm", "final_layer_norm", "encoder.final_layer_norm", "norm", "final_norm")
 
 
+@checks_types
 @dataclass(frozen=True)
 class CaptionReading:
     """Options of a caption's tokens.
@@ -56,6 +57,7 @@ class CaptionReading:
         check_choice(_OWNER, "captions.padding_side", self.padding_side, ("right", "left"))
 
 
+@checks_types
 @dataclass(frozen=True)
 class TextEncoderConfig:
     """Text encoder of transformers, by name or by configuration.
@@ -100,7 +102,6 @@ class TextEncoderConfig:
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
         if self.final_norm and self.layer == -1:
             raise refusal(_OWNER, "final_norm", "false for layer -1, which includes the final norm", self.final_norm)
-        check_choice(_OWNER, "dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
     def _check_pipeline(self) -> None:
         check_choice(_OWNER, "pipeline", self.pipeline, ("sdxl", "sd3", "flux"), null=True)

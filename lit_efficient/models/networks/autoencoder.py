@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import check_number, refusal
+from lit_efficient.errors import check_number, checks_types, refusal
 
 FACTOR = 4  # pixels per latent position, on each side
 _GROUPS = 4
@@ -24,6 +24,7 @@ _GROUPS = 4
 _LOGVAR_RANGE = (-20.0, 6.0)
 
 
+@checks_types
 @dataclass(frozen=True)
 class AutoencoderConfig:
     """Sizes of the autoencoder.

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.errors import check_number
+from lit_efficient.errors import check_number, checks_types
 
 
+@checks_types
 @dataclass(frozen=True)
 class ClassToken:
     """Token of an image's content, in the features of an encoder, which is generated together with the image.

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_efficient.errors import ConfigurationError, check_choice, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, checks_types, refusal
 from lit_efficient.models.networks.class_token import ClassToken, TokenPort, join_token, split_token
 from lit_efficient.models.networks.dit_layers import DiTBlock, grid_positions, modulate, rotary_table, sinusoids
 
@@ -32,6 +32,7 @@ _FREQUENCIES = {"compact": 64, "diffusers": 256}  # number of sines and cosines 
 _TIME_SCALE = 1000.0  # scales t in [0, 1] to the range of the paper's integer timesteps
 
 
+@checks_types
 @dataclass(frozen=True)
 class DiTVariant:
     """Variants of a network of the same size.
@@ -56,6 +57,7 @@ class DiTVariant:
         check_choice("DiTConfig", "variant.time_embedding", self.time_embedding, get_args(TimeEmbedding))
 
 
+@checks_types
 @dataclass(frozen=True)
 class DiTConfig:
     """Sizes and options of a `DiT`.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.distributed.row_slices import own_positions
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
 from lit_efficient.losses.next_token import token_losses
 from lit_efficient.models.generation.sampling import sample_token
 from lit_efficient.models.networks.document_attention import attend_documents, document_starts, repeated_heads
@@ -25,6 +25,7 @@ from lit_efficient.models.probes.modes import evaluating
 from lit_efficient.surgery import in_autocast_dtype
 
 
+@checks_types
 @dataclass(frozen=True)
 class GPTConstants:
     """Constants of a `GPT` that rarely change.
@@ -42,6 +43,7 @@ class GPTConstants:
         check_number("GPTConfig", "constants.norm_eps", self.norm_eps, above=0)
 
 
+@checks_types
 @dataclass(frozen=True)
 class GPTConfig:
     """Sizes and options of a `GPT`.
