@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lit_efficient.internals.torch_dispatch import no_dispatch_modes
+from lit_efficient.internals.torch_trees import tree_map_only
+from lit_efficient.internals.wraps import temporarily
 
 __all__ = [
     "DataDependentOutputException",
@@ -39,12 +41,14 @@ def like_real_ones() -> Iterator[None]:
 
     - ``module.to`` moves them. torch refuses to swap tensors with weak references, but keeps some itself
       (``torch._C._swap_tensor_impl``).
-    - They can be copied, and read as zeros.
+    - They can be copied, and read as the real tensor in their attribute ``known``, or without one as zeros.
+    - ``torch.tensor`` takes lists of them.
     - They can be parameters of any class (``torch.Tensor._make_subclass``).
     - transformers builds the same masks as for real tensors (``import_utils.is_fake_tensor``).
     """
     swap = torch.utils.swap_tensors
     make = Tensor._make_subclass
+    new_tensor = torch.tensor
 
     def swap_fakes(one: Tensor, other: Tensor) -> None:
         if not (isinstance(one, FakeTensor) and isinstance(other, FakeTensor)):
@@ -61,9 +65,11 @@ def like_real_ones() -> Iterator[None]:
             memo[id(self)] = alike
         return memo[id(self)]
 
-    def zeros(self: Tensor, **_: Any) -> Any:
+    def values(self: Tensor) -> Tensor:
         with no_dispatch_modes():
-            return torch.zeros(self.shape, dtype=self.dtype, device="cpu").numpy()
+            if "known" in vars(self):
+                return vars(self)["known"].cpu()
+            return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
 
     def subclass(kind: Any, data: Tensor, requires_grad: bool = False, **options: Any) -> Any:
         if not isinstance(data, FakeTensor):
@@ -72,24 +78,28 @@ def like_real_ones() -> Iterator[None]:
         alias.__class__ = _fake_kind(kind)
         return alias.requires_grad_(requires_grad)
 
-    own = {"__deepcopy__": copy, "numpy": zeros, "tolist": lambda self: self.numpy().tolist()}
+    def tensor(data: Any, **options: Any) -> Tensor:
+        return new_tensor(tree_map_only(FakeTensor, lambda one: one.tolist(), data), **options)
+
+    own = {
+        "__deepcopy__": copy,
+        "numpy": lambda self, **_: values(self).numpy(),
+        "tolist": lambda self: values(self).tolist(),
+    }
     hugging_face: Any = SimpleNamespace(is_fake_tensor=None)
     with suppress(ImportError):
         from transformers.utils import import_utils as hugging_face
-    is_fake = hugging_face.is_fake_tensor
-    hugging_face.is_fake_tensor = lambda tensor: False
-    torch.utils.swap_tensors = swap_fakes
-    Tensor._make_subclass = staticmethod(subclass)  # type: ignore
-    for name, method in own.items():
-        setattr(FakeTensor, name, method)
-    try:
-        yield
-    finally:
-        hugging_face.is_fake_tensor = is_fake
-        torch.utils.swap_tensors = swap
-        del Tensor._make_subclass  # the method of the base class shows through again
-        for name in own:
-            delattr(FakeTensor, name)
+    with (
+        temporarily(FakeTensor, **own),
+        temporarily(hugging_face, is_fake_tensor=lambda tensor: False),
+        temporarily(torch, tensor=tensor),
+        temporarily(torch.utils, swap_tensors=swap_fakes),
+    ):
+        Tensor._make_subclass = staticmethod(subclass)  # type: ignore
+        try:
+            yield
+        finally:
+            del Tensor._make_subclass  # the method of the base class shows through again
 
 
 @functools.cache

@@ -28,6 +28,8 @@ def batch_of(fit: Fit, notes: list[str]) -> tuple[Any, int | None]:
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         notes.append(f"The data cannot be read ({lines[0][:100]}): the batch has the shape that its arguments define.")
+        if getattr(fit.data, "processor_name", None) is not None:
+            notes.append("The batch holds no images, which take more memory.")
         return batch, None
     # A DataModule or a module may tell which of its samples are the longest.
     longest = None

@@ -133,7 +133,8 @@ def trace(
 def _trace(fit: Fit, batch: object, batches: int | None, mode: FakeTensorMode, block: int) -> Traced:
     trainer = fit.trainer
     observer = _Observer(block, trainer.accumulate_grad_batches)
-    stand_ins = _StandIns()
+    sizes = [leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    stand_ins = _StandIns(max(_MOST_KNOWN, *sizes))
     # All batches of a step but the last are equal: two are traced, and the first counts several times.
     trainer.accumulate_grad_batches = min(2, observer.accumulated)
     fakes = _Fakes(mode, trainer.strategy.root_device)
@@ -336,8 +337,15 @@ class _Fakes:
         return self._made[id(tensor)][1]
 
     def tree(self, tree: object) -> Any:
-        """Return a batch of fake tensors on the CPU."""
-        return tree_map_only(Tensor, lambda tensor: self(tensor, torch.device("cpu")), tree)
+        """Return a batch of fake tensors on the CPU, with known values. Models may select parts of images by values."""
+
+        def known(tensor: Tensor) -> Tensor:
+            fake = self(tensor, torch.device("cpu"))
+            if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+                fake.known = tensor  # type: ignore[attr-defined]
+            return fake
+
+        return tree_map_only(Tensor, known, tree)
 
     def module(self, module: nn.Module) -> None:
         """Replace the tensors of a module by fake tensors, in place."""
@@ -356,20 +364,24 @@ def _is_meta(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, FakeTensor)
 
 
-_MOST_KNOWN = 2**20  # elements of a tensor whose values are computed
+_MOST_KNOWN = 2**20  # elements of a tensor whose values are computed, if the batch has no larger one
 _UNKNOWN = object()
 
 
 class _StandIns(TorchDispatchMode):
     """Dispatch mode that follows known values, and answers for unknown values as if no error occurred.
 
-    The whole numbers of a batch, and all results that depend on no tensor, are known, and so is every result of known
-    values only. For other values, a selection by a condition selects all entries. A check whose truth means an error
-    (such as "is NaN") is false, and any other check is true. A number is 1.
+    The values of a batch, and all results that depend on no tensor, are known, and so is every result of known values
+    only, if it is not large. For other values, a selection by a condition selects all entries. A check whose truth
+    means an error (such as "is NaN") is false, and any other check is true. A number is 1.
     """
 
     supports_higher_order_operators = True
     chose_all = False  # whether values would have selected some entries of several
+
+    def __init__(self, most_known: int) -> None:
+        super().__init__()
+        self.most_known = most_known  # elements of a tensor whose values are computed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:
@@ -386,11 +398,11 @@ class _StandIns(TorchDispatchMode):
         except DynamicOutputShapeException:
             values = _values(func, args, kwargs)
             self.chose_all |= values is _UNKNOWN
-            if isinstance(values, Tensor):
-                result = values.new_empty(values.shape)
-            else:
+            if values is _UNKNOWN:
                 result = _all_entries(func, *args)
-        if values is _UNKNOWN and isinstance(func, Overload) and not _is_large(result):
+            else:
+                result = tree_map_only(Tensor, lambda one: one.new_empty(one.shape), values)
+        if values is _UNKNOWN and isinstance(func, Overload) and not self._is_large(result):
             values = _values(func, args, kwargs)
         if values is _UNKNOWN:
             _forget_written(func, args)
@@ -401,6 +413,9 @@ class _StandIns(TorchDispatchMode):
                 if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
                     fake.known = value  # type: ignore[attr-defined]
         return result
+
+    def _is_large(self, result: object) -> bool:
+        return any(isinstance(one, Tensor) and one.numel() > self.most_known for one in tree_leaves(result))
 
 
 def _values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -461,10 +476,6 @@ def _all_entries(func: Any, tensor: Any, indices: Any = ()) -> Tensor:
     if name != "nonzero":
         raise DynamicOutputShapeException(func)
     return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
-
-
-def _is_large(result: object) -> bool:
-    return any(isinstance(one, Tensor) and one.numel() > _MOST_KNOWN for one in tree_leaves(result))
 
 
 def _forget_written(func: Any, args: Any) -> None:
