@@ -155,14 +155,43 @@ def _llava_next() -> tuple[Any, Any, dict[str, Any], str]:
     return config, tokens, {"image_processor": images, "class": "LlavaNextProcessor", **more}, _UPPER
 
 
+def _mllama() -> tuple[Any, Any, dict[str, Any], str]:
+    """Return a model with cross-attention: an image has one token, whose id is above those of the configuration."""
+    from transformers import MllamaConfig
+    from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+
+    tokens = tokenizer("<bos>", "<|eot|>", "<|python_tag|>", bos_token="<bos>")
+    tokens.add_special_tokens({"extra_special_tokens": ["<|image|>"]})
+    header = "{{ message['role'] }}\n\n"
+    template = "{{ bos_token }}{% for message in messages %}" + header + _PARTS + "<|image|>" + _END
+    template += "<|eot|>{% endfor %}{% if add_generation_prompt %}assistant\n\n{% endif %}"
+    text = {key: value for key, value in _TEXT.items() if key != "head_dim"}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_global_layers": 1}
+    vision |= {"attention_heads": 2, "image_size": 28, "patch_size": 7, "max_num_tiles": 2, "vision_output_dim": 48}
+    image = tokens.convert_tokens_to_ids("<|image|>")
+    assert image == len(tokens) - 1
+    ids = {"pad_token_id": 0, "bos_token_id": tokens.bos_token_id, "eos_token_id": 1}
+    config = MllamaConfig(
+        text_config={**text, **ids, "vocab_size": image, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        vision_config={
+            **vision,
+            "intermediate_layers_indices": [0, 1],
+            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+        },
+        image_token_index=image,
+    )
+    images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=2)
+    return config, tokens, {"image_processor": images, "class": "MllamaProcessor"}, template
+
+
 FAMILIES: dict[str, Callable[[], tuple[Any, Any, dict[str, Any], str]]] = {
     "idefics3": _idefics3,
     "smolvlm": lambda: _idefics3("SmolVLM"),
     "qwen2_5_vl": _qwen2_5_vl,
     "gemma3": _gemma3,
     "llava_next": _llava_next,
+    "mllama": _mllama,
 }
-MARKED = ("qwen2_5_vl", "gemma3")
 
 
 def save_model(family: str, folder: Path) -> Path:

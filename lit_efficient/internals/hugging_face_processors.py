@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, install_line
 from lit_efficient.internals.wraps import temporarily
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -53,11 +53,14 @@ def processor_class(name: str) -> Any:
     """Return the class of a processor by its name, which a file may state.
 
     Raises:
-        ConfigurationError: If transformers has no such processor.
+        ConfigurationError: If transformers has no such processor, or cannot import it.
     """
     import transformers
 
     kind = getattr(transformers, name, None)
+    lacking = [package for package in getattr(kind, "_backends", ()) if not find_spec(package)]
+    if lacking:  # a stand-in for a class that cannot be imported
+        raise ConfigurationError(f"processor: {name} needs {' and '.join(lacking)}: {install_line(*lacking)}.")
     if not (isinstance(kind, type) and issubclass(kind, transformers.ProcessorMixin)):
         raise ConfigurationError(f"processor: transformers has no processor {name!r}.")
     return kind

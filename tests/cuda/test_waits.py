@@ -19,7 +19,8 @@ from tests.cuda.meta_device import MetaStrategy
 from tests.data.latents.mds_kit import write_mds
 from tests.support_cli import Parts
 
-# recipe_full is an overlay, and recipe.yaml the config below it. image_text needs a processor and images.
+# recipe_full is an overlay, and recipe.yaml the config below it. The network of image_text waits in each forward:
+# transformers splits its images by their values on the device.
 TASKS = sorted(
     path
     for path in CONFIGS.rglob("*.yaml")

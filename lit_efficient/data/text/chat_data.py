@@ -293,9 +293,20 @@ class ChatDataModule(ChecksTypes, LightningDataModule):
     def _load_tokenizer(self) -> Any:
         """Return the tokenizer with its new tokens, or the number of ids of the one to train. Load the processor."""
         if self.processor_name is not None:
-            from lit_efficient.data.text.image_texts import ImageTexts, pack_processor, read_processor
+            from lit_efficient.data.text.image_texts import (
+                ImageTexts,
+                pack_processor,
+                read_processor,
+                unwritten_beginning,
+            )
 
             processor = read_processor(self.processor_name, self.chat.template)
+            begin = unwritten_beginning(processor)
+            if begin:
+                rank_zero_warn(
+                    f"{self.owner}: the chat template does not write {begin}, and rows begin without it, as in TRL. "
+                    "Processors of transformers add it to prompts: to train with it, write it in chat.template"
+                )
             add_new_tokens(processor.tokenizer, self.chat.new_tokens)
             self.processor = ImageTexts(pack_processor(processor, self.processor_name))
             return processor.tokenizer

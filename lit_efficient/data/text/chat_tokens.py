@@ -127,6 +127,8 @@ class ChatTokens:
         if not shared and _may_be_unknown(tokenizer):
             self.special_ids.discard(tokenizer.unk_token_id)
         control = sorted(str(added[i]) for i in self.special_ids if i in added)
+        if processor is not None:
+            control += processor.placeholders  # a tokenizer need not call them special
         self.turns = TurnSpans(tokenizer, train_on, control, choices.template_kwargs, processor is not None)
 
     @functools.cached_property
@@ -187,7 +189,8 @@ class ChatTokens:
             solution = "Give a chat_template that writes one after each answer, or set untrained_end to 'warn'"
         else:
             (found,) = self.encode([Document(messages=(ASKED, ANSWERED))])
-            assert isinstance(found, Encoded)
+            if isinstance(found, MalformedRow):  # some processors read no text without an image
+                raise ConfigurationError(f"tokenizer: a short conversation without images cannot be read: {found}")
             if found.ended == found.turns:
                 return None
             name = self.tokenizer.convert_ids_to_tokens(self.end_of_turn)

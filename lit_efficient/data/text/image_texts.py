@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch import Tensor
 from lit_efficient.data.images.image_pixels import UnreadableImage, decode
 from lit_efficient.data.text.chat_tokenizer import check_fast, pack_tokenizer, read_template, save_tokenizer
 from lit_efficient.data.text.message_images import Image, PicturedText, UnplacedImage
+from lit_efficient.data.text.template_limits import limited
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import check_sums
@@ -73,6 +75,11 @@ class ImageTexts:
         """Hash of all files of the processor."""
         return hashlib.sha256(json.dumps(self.packed, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def placeholders(self) -> list[str]:
+        """Texts in whose places the processor writes the tokens of images, videos and sounds."""
+        return list(self.processor.all_special_multimodal_tokens)
+
     @functools.cached_property
     def processor(self) -> Any:
         """The processor."""
@@ -100,7 +107,7 @@ class ImageTexts:
         except (TypeError, ValueError) as error:
             raise UnplacedImage(f"the processor refuses it: {' '.join(str(error).split())[:200]}") from error
         ids = np.asarray(found["input_ids"][0], dtype=np.int64)
-        replaced = (found.get("text_replacement_offsets") or [[]])[0]
+        replaced = (found.get("text_replacement_offsets") or [[]])[0] or self._kept(text)
         if len(replaced) != len(images):
             raise UnplacedImage(
                 f"it holds {len(images)} images, and the processor finds {len(replaced)} places for them in the text "
@@ -114,11 +121,22 @@ class ImageTexts:
             parts += [text[begin:start], one["replacement"]]
             begin = end
             places.append((end, one["new_span"][1] - end))
+        whole = "".join((*parts, text[begin:]))
+        if ids.tolist() != self.processor.tokenizer(whole, add_special_tokens=False)["input_ids"]:
+            raise UnplacedImage(
+                f"{type(self.processor).__name__} changes the text that the chat template writes, so that the answers "
+                "cannot be found in its tokens"
+            )
         names = found.keys() - {"offset_mapping", "text_replacement_offsets"}
         sizes = {name: len(found[name]) for name in sorted(names) if not _is_of_tokens(found[name], len(ids))}
         offsets = np.asarray(found["offset_mapping"][0], dtype=np.int64).reshape(-1, 2)
         spans = [tuple(one["new_span"]) for one in replaced]
-        return TokenRow(ids, offsets, "".join((*parts, text[begin:])), spans, places, sizes)
+        return TokenRow(ids, offsets, whole, spans, places, sizes)
+
+    def _kept(self, text: str) -> list[dict[str, Any]]:
+        """Return the places of images if each has one token only, as of models with cross-attention."""
+        spans = [found.span() for found in re.finditer(re.escape(self.processor.image_token), text)]
+        return [{"span": span, "new_span": span, "replacement": text[slice(*span)]} for span in spans]
 
     def batch(self, rows: Sequence[PicturedText]) -> dict[str, Tensor]:
         """Return the inputs of a model for some rows, padded on the right, with `COUNT_OF` for entries of images.
@@ -158,11 +176,19 @@ class ImageTexts:
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
         ramp = np.linspace(0, 255, 3 * _LENGTH**2).reshape(_LENGTH, _LENGTH, 3).astype(np.uint8)
-        return dict(
-            self.processor(
-                text=[text], images=[[Images.fromarray(ramp)]], add_special_tokens=False, return_tensors="pt"
-            )
-        )
+        return self.inputs(text, [Images.fromarray(ramp)])
+
+    def inputs(self, text: str, images: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the inputs of a model for one text and the pixels of its images.
+
+        Raises:
+            UnplacedImage: If the processor refuses them.
+        """
+        try:
+            found = self.processor(text=[text], images=[list(images)], add_special_tokens=False, return_tensors="pt")
+        except (TypeError, ValueError) as error:
+            raise UnplacedImage(f"the processor refuses it: {' '.join(str(error).split())[:200]}") from error
+        return dict(found)
 
 
 def read_processor(name: str, template: str | None) -> Any:
@@ -181,6 +207,8 @@ def read_processor(name: str, template: str | None) -> Any:
     check_sums(Path(name).expanduser(), weights=False)
     try:
         processor = load_processor(name)
+    except ConfigurationError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise ConfigurationError(f"processor: {name} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     if getattr(processor, "image_processor", None) is None or getattr(processor, "tokenizer", None) is None:
@@ -194,6 +222,28 @@ def read_processor(name: str, template: str | None) -> Any:
     own = processor.chat_template or processor.tokenizer.chat_template
     processor.chat_template = processor.tokenizer.chat_template = own if template is None else read_template(template)
     return processor
+
+
+def unwritten_beginning(processor: Any) -> str:
+    """Return the token that begins each text for the tokenizer of a processor, if its chat template does not write it.
+
+    ``apply_chat_template`` of transformers' processors then adds the token, and that of tokenizers and TRL do not.
+    """
+    from jinja2 import TemplateError
+
+    tokenizer = processor.tokenizer
+    begin = [tokenizer.bos_token_id]
+    if tokenizer("a")["input_ids"][:1] != begin or not tokenizer.chat_template:
+        return ""
+    turn = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    try:
+        with limited(tokenizer.chat_template):
+            text = tokenizer.apply_chat_template([turn], tokenize=False)
+    except TemplateError:  # rows show the error
+        return ""
+    if tokenizer(text, add_special_tokens=False)["input_ids"][:1] == begin:
+        return ""
+    return str(tokenizer.bos_token)
 
 
 def pack_processor(processor: Any, name: str) -> dict[str, Any]:

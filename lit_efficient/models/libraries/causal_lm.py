@@ -269,7 +269,7 @@ def build(
     head.describe(config)
     kind = head.auto_class(config)
     vocab_size = (from_data or {}).get("vocab_size")
-    rows = int(config.get_text_config().vocab_size)
+    rows = _embedded(config, head, vocab_size or 0)
     grows = vocab_size is not None and vocab_size > rows
     if grows and not (spec.resize_vocabulary and not spec.draws_weights):
         raise ConfigurationError(
@@ -352,7 +352,8 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
     if spec.draws_weights or spec.quantize is not None or is_gguf(spec.name_or_path):
         return None
     config = resolve(spec, from_data)
-    grows = (from_data or {}).get("vocab_size", 0) > config.get_text_config().vocab_size
+    wanted = (from_data or {}).get("vocab_size", 0)
+    grows = wanted > _embedded(config, CAUSAL, wanted)
     if grows or getattr(config, "quantization_config", None) is not None:
         return None
     try:
@@ -378,6 +379,19 @@ def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None
         take_generation(model, settings.read_text("utf-8"))
     keep_unpacked(model)
     return model.train()
+
+
+def _embedded(config: Any, head: Head, wanted: int) -> int:
+    """Return the number of token ids that a model reads: ``vocab_size``, or more with rows for tokens of images.
+
+    The model is built without weights if ``wanted`` is above ``vocab_size``.
+    """
+    rows = int(config.get_text_config().vocab_size)
+    if wanted <= rows:
+        return rows
+    with torch.device("meta"):
+        model = from_config(head.auto_class(config), copy.deepcopy(config))
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def freeze_parts(spec: CausalLMConfig, network: nn.Module) -> None:
