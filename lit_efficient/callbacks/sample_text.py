@@ -8,12 +8,13 @@ Costs: ``len(prompts) * max_new_tokens`` forward passes of one token at each val
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from lit_efficient.errors import ChecksTypes, ConfigurationError, check_list, check_number, diagnostic
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_list, check_number, diagnostic, refusal
 from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
@@ -36,6 +37,8 @@ class SampleText(ChecksTypes, AskedEarly, Callback):
         seed: Seed of sampling. It is the same at each validation, so that only the model changes the texts.
         chat: True to pass each prompt as a user's turn in the chat template of the tokenizer. ``generate_text`` is then
             called with ``chat=True``.
+        images: For each prompt a list of image files, which may be empty. ``generate_text`` is then called with
+            ``images=images``. Needs ``chat`` and a model that was trained with a processor.
         folder: Folder that contains ``samples``. ``None``: the folder of the run, or outside of the command line that
             of the logger.
 
@@ -54,9 +57,11 @@ class SampleText(ChecksTypes, AskedEarly, Callback):
         top_p: float = 0.95,
         seed: int = 0,
         chat: bool = False,
+        images: Sequence[Sequence[str]] = (),
         folder: str | None = None,
     ) -> None:
         check_list("SampleText", "prompts", prompts, "a list of at least one text")
+        self._check_images(prompts, images, chat)
         check_number("SampleText", "max_new_tokens", max_new_tokens, least=1, whole=True)
         Sampling(temperature, top_p).check("SampleText")
         self.prompts = list(prompts)
@@ -65,7 +70,22 @@ class SampleText(ChecksTypes, AskedEarly, Callback):
         self.top_p = top_p
         self.seed = seed
         self.chat = chat
+        self.images = [list(own) for own in images]
         self.folder = folder
+
+    def _check_images(self, prompts: Sequence[str], images: Sequence[Sequence[str]], chat: bool) -> None:
+        allowed = f"a list of files for each of the {len(prompts)} prompts"
+        check_list("SampleText", "images", images, allowed, empty=True)
+        for own in images:
+            if not isinstance(own, list | tuple) or not all(isinstance(file, str) for file in own):
+                raise refusal("SampleText", "images", allowed, images)
+        if len(images) not in (0, len(prompts)):
+            raise refusal("SampleText", "images", allowed, images)
+        if images and not chat:
+            raise refusal("SampleText", "chat", "true with images, whose places the chat template writes", chat)
+        for file in (file for own in images for file in own):
+            if not Path(file).is_file():
+                raise refusal("SampleText", "images", "files that exist", file)
 
     def refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise an error if the module cannot generate text."""
@@ -79,8 +99,10 @@ class SampleText(ChecksTypes, AskedEarly, Callback):
         """Generate in every process, because sharded weights need all of them. Print and log in the first."""
         if trainer.sanity_checking:
             return
-        # The argument is only passed if it is needed, because a module without chats need not accept it.
-        options = {"chat": True} if self.chat else {}
+        # These arguments are passed only if they are needed: a module without chats or images need not accept them.
+        options: dict[str, Any] = {"chat": True} if self.chat else {}
+        if self.images:
+            options["images"] = self.images
         texts: list[str] = []
         # Several processes wait for each other while they generate: one that went on alone would let them wait forever.
         safely = diagnostic("SampleText", "generated text") if trainer.world_size == 1 else nullcontext()

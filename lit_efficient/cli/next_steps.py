@@ -1,7 +1,7 @@
 """The last lines of a fit: where its checkpoints are, and the commands that make sense next.
 
 A task names its own commands in ``commands_after_fit``, as ``"generate --ckpt {ckpt}"``. ``{output}`` is a new path.
-``{prompt}`` are options with a prompt of the run's data, from its method ``example_prompt``.
+``{prompt}`` are options with a prompt of the run's data, from its methods ``example_prompt`` and ``example_images``.
 """
 
 import os
@@ -68,11 +68,16 @@ def _prompt(trainer: Trainer) -> str:
     """Return options of ``generate`` with a prompt from the data of the run."""
     text = ""
     is_chat = False
-    example = getattr(getattr(trainer, "datamodule", None), "example_prompt", None)
-    if example is not None:
+    images: list[str] = []
+    data: Any = getattr(trainer, "datamodule", None)
+    if hasattr(data, "example_prompt"):
         with suppress(Exception):  # a stream has no first row; the last lines must not end a run
-            text, is_chat = example()
-    return f"{'--chat ' if is_chat else ''}--prompt {shlex.quote(text or 'TEXT')}"
+            text, is_chat = data.example_prompt()
+    if hasattr(data, "example_images"):
+        with suppress(Exception):
+            images = data.example_images()
+    shown = "".join(f" --image {short(image)}" for image in images)
+    return f"{'--chat ' if is_chat else ''}--prompt {shlex.quote(text or 'TEXT')}{shown}"
 
 
 def last_word(trainer: Trainer, commands: Sequence[str]) -> str:

@@ -25,6 +25,13 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--chat", action="store_true", help="format each prompt as a user's turn by the chat template")
     parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image that each prompt is about, for a model trained with a processor; may be repeated; implies --chat",
+    )
+    parser.add_argument(
         "--max_new_tokens", type=int, help="default: 128; in a conversation 512, at most half of the model's context"
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
@@ -48,6 +55,8 @@ def run(argv: Sequence[str]) -> int:
     if "" in arguments.stop:
         raise refusal("generate", "--stop", "a text that is not empty", "")
     given = [*(arguments.prompt or ()), *prompts_of(arguments.prompts or (), "generate", texts_alone)]
+    if arguments.image and not given:
+        parser.error("--image needs --prompt or --prompts")
     if not given and not arguments.chat:
         parser.error("one of the arguments --prompt --prompts --chat is required")
     from lit_efficient.models.generation.sampling import Sampling
@@ -67,9 +76,10 @@ def run(argv: Sequence[str]) -> int:
         given,
         max_new_tokens=128 if arguments.max_new_tokens is None else arguments.max_new_tokens,
         seed=arguments.seed,
-        chat=arguments.chat,
+        chat=arguments.chat or bool(arguments.image),
         batch_size=arguments.batch_size,
         stop=arguments.stop,
+        images=[arguments.image] * len(given) if arguments.image else (),
         **sampling,
     )
     for text in texts:

@@ -227,8 +227,7 @@ class LanguageData(ChatDataModule):
 
     def example_prompt(self) -> tuple[str, bool]:
         """Return a prompt from the first training row, and whether it is a user's turn of a conversation."""
-        sources = self._open_entry(self.train[0], 0, self.rows.split, streaming=True)
-        found = next(row for _, row in self.reader(sources) if isinstance(row, Document))
+        found = self._first_row()
         if self.chat.rendered and not found.messages:
             return "", True  # the text holds the marks of a template
         text = found.text[: found.given] or found.text
@@ -238,6 +237,15 @@ class LanguageData(ChatDataModule):
             text = self.tokenizer.decode(found.ids[:8], skip_special_tokens=True)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return next(iter(lines), "")[:60].strip(), bool(found.messages)
+
+    def example_images(self) -> list[str]:
+        """Return the files of the images of the first training row. The list is empty if an image is no file."""
+        images = self._first_row().images
+        return list(images) if all(isinstance(image, str) for image in images) else []
+
+    def _first_row(self) -> Document:
+        sources = self._open_entry(self.train[0], 0, self.rows.split, streaming=True)
+        return next(row for _, row in self.reader(sources) if isinstance(row, Document))
 
     def _mixed_sizes(self) -> list[int]:
         """Return the number of rows or tokens of each source."""

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from lit_efficient.application.recorded import on_read
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation
 from lit_efficient.data.text.chat_tokenizer import pack_tokenizer, token_ids, unknown_ids, unpack_tokenizer
+from lit_efficient.data.text.image_texts import ImageTexts
+from lit_efficient.data.text.message_images import Image
 from lit_efficient.distributed.row_slices import ROW_POSITIONS, mean_over_rows
 from lit_efficient.distributed.weight_slices import built_empty
 from lit_efficient.errors import CheckpointError, ChecksTypes, ConfigurationError, check_choice, check_number, refusal
@@ -51,7 +53,7 @@ from lit_efficient.protocol import builds_no_layers
 from lit_efficient.surgery import NEW_ROWS
 from lit_efficient.tasks.deferred_weights import weights_may_wait
 from lit_efficient.tasks.source_losses import SourceLosses
-from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations
+from lit_efficient.tasks.text_generation import BATCH_SIZE, as_chat, continuations, pictured_chat
 from lit_efficient.tasks.token_metrics import TokenMetrics
 from lit_efficient.traits import Trait, has_trait
 
@@ -386,6 +388,7 @@ class LanguageModeling(ChecksTypes, LightningModule):
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         stop: Sequence[str] = (),
+        images: Sequence[Sequence[Image]] = (),
     ) -> list[str]:
         """Return prompts with their continuations, without reading or changing the global random state.
 
@@ -402,12 +405,20 @@ class LanguageModeling(ChecksTypes, LightningModule):
             min_p: Draw from tokens whose probability is at least this share of the largest one, in [0, 1].
             repetition_penalty: Above 0. Values above 1 make tokens less likely that already occur in the text.
             stop: Texts that end a continuation. It is cut before them.
+            images: For each prompt its images, as paths or encoded bytes, or an empty list. They come before its text,
+                or at the places of ``<image>`` in it. Needs ``chat``. Each prompt with images is a batch.
         """
         self._check_generates()
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokenizer = self.tokenizer
-        if chat:
-            texts = [as_chat(tokenizer, text) for text in texts]
+        if images:
+            self._check_images(texts, images, chat)
+        pictured = {}
+        for i, text in enumerate(texts):
+            if images and images[i]:
+                texts[i], pictured[i] = pictured_chat(ImageTexts(self.tokenizer_state or {}), text, images[i])
+            elif chat:
+                texts[i] = as_chat(tokenizer, text)
         found = self.continuations(
             tokenizer,
             texts,
@@ -417,6 +428,7 @@ class LanguageModeling(ChecksTypes, LightningModule):
             special=not chat,
             batch_size=batch_size,
             endings=stop,
+            pictured=pictured,
         )
         return [text + new for text, (new, _) in zip(texts, found)]
 
@@ -425,6 +437,17 @@ class LanguageModeling(ChecksTypes, LightningModule):
         self._check_generates()
         stop = set((self.tokenizer_state or {}).get("stop", ()))
         return continuations(self._built(), tokenizer, prompts, stop=stop, device=self.device, **how)
+
+    def _check_images(self, texts: Sequence[str], images: Sequence[Sequence[Image]], chat: bool) -> None:
+        if not chat:
+            raise refusal("generate_text", "chat", "true with images, whose places the chat template writes", chat)
+        if len(images) != len(texts) or any(isinstance(own, str | bytes) for own in images):
+            raise refusal("generate_text", "images", f"a list of images for each of the {len(texts)} prompts", images)
+        if "processor" not in (self.tokenizer_state or {}):
+            raise ConfigurationError(
+                "generate_text: images need a model that was trained with a processor (data.processor), and this one "
+                "has a tokenizer only"
+            )
 
     def exported_files(self) -> dict[str, str]:
         """Return further files of a merged export by their names, for another library than transformers."""

@@ -1,13 +1,15 @@
 """Reproducible text generation with the GPT of this package or a model of transformers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lit_efficient.data.text.image_texts import ImageTexts, opened
 from lit_efficient.data.text.left_out import occurs
-from lit_efficient.data.text.message_images import as_parts
+from lit_efficient.data.text.message_images import Image, UnplacedImage, as_parts, place_images
 from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.errors import ConfigurationError, check_number, refusal
@@ -31,6 +33,7 @@ def continuations(
     batch_size: int = BATCH_SIZE,
     endings: Sequence[str] = (),
     watch: Callable[[int, str], None] | None = None,
+    pictured: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> list[tuple[str, bool]]:
     """Generate a continuation of each prompt, without reading or changing the global random state.
 
@@ -47,12 +50,14 @@ def continuations(
         batch_size: Largest number of prompts in a batch. The result does not depend on it.
         endings: Texts that end a continuation. It is cut before them.
         watch: Called after each token with the index of the prompt and the whole continuation so far.
+        pictured: Inputs of the prompts with images, as of `pictured_chat`, by the index of the prompt.
 
     Returns:
         Each continuation, and whether it was ended by the model or an ending instead of the limit.
 
     Raises:
-        ConfigurationError: For arguments out of range, and for an empty prompt if no token begins a text.
+        ConfigurationError: For arguments out of range, for an empty prompt if no token begins a text, and for a prompt
+            with images that is too long.
     """
     sampling.check("generate_text")
     check_number("generate_text", "batch_size", batch_size, least=1, whole=True)
@@ -60,7 +65,17 @@ def continuations(
         raise refusal("generate_text", "stop", "a list of non-empty texts", endings)
     room = room_for(network, max_new_tokens)
     stop = stop | stop_ids(network, tokenizer)
-    rows = [_ids(tokenizer, prompt, special, stop)[-room:] for prompt in prompts]
+    rows = []
+    for i, prompt in enumerate(prompts):
+        if i not in pictured:
+            rows.append(_ids(tokenizer, prompt, special, stop)[-room:])
+            continue
+        rows.append(pictured[i]["input_ids"][0].tolist())
+        if len(rows[i]) > room:  # a cut may remove a part of an image
+            raise ConfigurationError(
+                f"generate_text: prompt {i + 1} has {len(rows[i])} tokens with those of its images, and the model "
+                f"reads {room} before {max_new_tokens} new ones. Give smaller images, or less text"
+            )
 
     def text_of(i: int, new: list[int]) -> tuple[str, bool]:
         return _before(_decoded_behind(tokenizer, rows[i], new), endings)
@@ -81,6 +96,7 @@ def continuations(
         written=written if endings or watch else None,
         rows=batch_size,
         device=device,
+        pictured=pictured,
     )
     found = []
     for i, sample in enumerate(samples):
@@ -157,6 +173,29 @@ def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "gen
         # Templates of models of images and text may read lists of parts only, and omit a text silently.
         in_parts = str(tokenizer.apply_chat_template([as_parts(message) for message in messages], **how))
     return in_parts if occurs(messages[-1]["content"], in_parts) else text
+
+
+def pictured_chat(images: ImageTexts, text: str, pictures: Sequence[Image]) -> tuple[str, dict[str, Tensor]]:
+    """Return a user's turn with images in the chat template, with the beginning of the answer, and the model's inputs.
+
+    Args:
+        images: Processor of the model.
+        text: Text of the turn. Images come before it, or at the places of ``<image>``.
+        pictures: Paths or encoded bytes of the images.
+
+    Raises:
+        ConfigurationError: If an image cannot be read or placed.
+    """
+    tokenizer = images.processor.tokenizer
+    try:
+        placed, _ = place_images([{"role": "user", "content": text}], {"images": list(pictures)})
+        with limited(tokenizer.chat_template):
+            rendered = str(
+                tokenizer.apply_chat_template(list(map(as_parts, placed)), tokenize=False, add_generation_prompt=True)
+            )
+        return rendered, images.inputs(rendered, [opened(picture) for picture in pictures])
+    except UnplacedImage as error:
+        raise ConfigurationError(f"generate_text: images: {error}") from error
 
 
 def stop_ids(network: nn.Module, tokenizer: Any) -> set[int]:

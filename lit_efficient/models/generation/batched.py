@@ -14,8 +14,9 @@ Saves: reading the weights from memory for every row but one; reading a prompt f
 import inspect
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.hugging_face import forget_positions, image_token_ids
 from lit_efficient.models.generation.cached_rows import CachedRows, Prompts
+from lit_efficient.models.generation.pictured import continue_pictured
 from lit_efficient.models.generation.sampling import Sampling, drawn, penalized, remaining
 from lit_efficient.models.networks.gpt import GPT, KVCache
 from lit_efficient.models.probes.modes import evaluating, whole_precision
@@ -96,6 +98,7 @@ def generate(
     written: Callable[[int, list[int]], bool] | None = None,
     rows: int | None = None,
     device: torch.device | None = None,
+    pictured: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> list[Sample]:
     """Continue each prompt by at most ``max_new_tokens`` ids, up to and including the first id in ``stop``.
 
@@ -113,6 +116,8 @@ def generate(
             sample ends.
         rows: maximum number of rows in a batch. None: all prompts.
         device: device on which the network computes. None: that of its weights.
+        pictured: inputs of the prompts with images by their numbers, as the model's processor makes them. Each such
+            prompt is a batch.
 
     Raises:
         ConfigurationError: for arguments out of range, and for a prompt that leaves no room for new tokens.
@@ -135,12 +140,15 @@ def generate(
     samples = [_Row(i, prompt, max_new_tokens, seeds[i]) for i, prompt in enumerate(prompts)]
     writer = _Writer(network, device, sampling, stop, written, rows or len(prompts))
     forget_positions(network)
+    texts = [row for row in samples if row.number not in pictured]
     with evaluating(network):
-        if _is_cached(network, max(map(len, prompts)) + max_new_tokens, device):
-            writer.replace_rows(samples)
+        for number, inputs in pictured.items():
+            writer.read_pictured(samples[number], inputs)
+        if texts and _is_cached(network, max(row.start for row in texts) + max_new_tokens, device):
+            writer.replace_rows(texts)
         else:
-            for first in range(0, len(samples), writer.size):
-                writer.read_on(samples[first : first + writer.size])
+            for first in range(0, len(texts), writer.size):
+                writer.read_on(texts[first : first + writer.size])
     return [row.sample for row in samples]
 
 
@@ -240,13 +248,26 @@ class _Writer:
             pending = torch.tensor(tokens, device=self.device)[:, None]
             seen += 1
 
+    def read_pictured(self, row: _Row, inputs: Mapping[str, Tensor]) -> None:
+        """Write a sample of a prompt with images."""
+
+        def draw(logits: Tensor) -> tuple[int, bool]:
+            self._draw([row], logits)
+            return row.ids[-1], row.ended
+
+        forget_positions(self.network)
+        continue_pictured(self.network, inputs, row.most, self.device, draw)
+        forget_positions(self.network)
+
     def _draw(self, rows: Sequence[_Row], logits: Tensor) -> None:
         """Draw the next token of each row from logits ``[B, V]``, and end rows."""
         how = self.sampling
         logits = logits.float()
         changed = logits
         if how.repetition_penalty != 1.0:
-            seen = [torch.tensor([sorted(set(row.ids))], device=self.device) for row in rows]
+            # Tokens of images may have ids that no model writes, above those of the logits.
+            written = [sorted({token for token in row.ids if token < logits.shape[-1]}) for row in rows]
+            seen = [torch.tensor([ids], device=self.device) for ids in written]
             penalty = how.repetition_penalty
             changed = torch.cat([penalized(logits[i : i + 1], ids, penalty) for i, ids in enumerate(seen)])
         log_probs = logits.log_softmax(-1)
