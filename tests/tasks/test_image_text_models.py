@@ -268,7 +268,7 @@ def rows_file(folder: Path, *rows: dict[str, Any]) -> Path:
     return folder / "rows.jsonl"
 
 
-@pytest.mark.parametrize("form", ["parquet", "llava", "openai", "first question", "folder of images"])
+@pytest.mark.parametrize("form", ["parquet", "llava", "openai", "base64", "first question", "folder of images"])
 def test_images_are_read_in_the_forms_that_people_have(form: str, one_base: Path, tmp_path: Path) -> None:
     """Each form gives the batch of a row with the image as a part."""
     import base64
@@ -291,6 +291,12 @@ def test_images_are_read_in_the_forms_that_people_have(form: str, one_base: Path
         turns = [{"from": "human", "value": f"<image>{question}"}, {"from": "gpt", "value": "blue"}]
         rows = rows_file(place, {"id": "1", "image": "a.png", "conversations": turns})
         shown.save(place / "a.png")
+    elif form == "base64":
+        content = [
+            {"type": "image", "base64": base64.b64encode(png(shown)).decode()},
+            {"type": "text", "text": question},
+        ]
+        rows = rows_file(place, {"messages": [{"role": "user", "content": content}, answer("blue")]})
     elif form == "openai":
         url = "data:image/png;base64," + base64.b64encode(png(shown)).decode()
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]

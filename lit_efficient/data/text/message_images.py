@@ -5,7 +5,7 @@
                (LLaVA, LLaMA-Factory), or before the first question if there is no such place (TRL)
 
 An image is the path of a file in the folder of the data, the encoded bytes, {"bytes", "path"} (``datasets``), or a
-``data:`` address. Nothing is downloaded.
+``data:`` address. A part may hold {"base64": ...}. Nothing is downloaded.
 """
 
 import base64
@@ -27,7 +27,7 @@ PARTS = "content_parts"
 MARKER = "<image>"
 IMAGE_COLUMNS = ("images", "image")
 """Columns of a row that may hold images."""
-_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
+_KEYS = ("image", "image_url", "url", "path", "bytes")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 
@@ -152,6 +152,8 @@ def _given(row: Mapping[str, Any]) -> list[Any]:
 
 def _held(part: Mapping[str, Any]) -> Any:
     """Return the image in a part; None if it stands in a column."""
+    if isinstance(part.get("base64"), str):
+        return f"data:;base64,{part['base64']}"
     return next((part[key] for key in _KEYS if part.get(key) is not None), None)
 
 
