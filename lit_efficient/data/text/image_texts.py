@@ -135,7 +135,8 @@ class ImageTexts:
 
     def _kept(self, text: str) -> list[dict[str, Any]]:
         """Return the places of images if each has one token only, as of models with cross-attention."""
-        spans = [found.span() for found in re.finditer(re.escape(self.processor.image_token), text)]
+        token = getattr(self.processor, "image_token", None)
+        spans = [found.span() for found in re.finditer(re.escape(token), text)] if token else []
         return [{"span": span, "new_span": span, "replacement": text[slice(*span)]} for span in spans]
 
     def batch(self, rows: Sequence[PicturedText]) -> dict[str, Tensor]:
