@@ -160,6 +160,10 @@ PUBLIC: dict[str, str] = {
     "Preference": "tasks.preference",
     "RewardModeling": "tasks.reward_modeling",
     "UnpairedPreference": "tasks.unpaired_preference",
+    "PolicyLoss": "losses.policy",
+    "PolicyOptimization": "tasks.policy_optimization",
+    "Reward": "tasks.rewards",
+    "Rollout": "tasks.policy_optimization",
     "TextEmbedding": "tasks.text_embedding",
     "TextLabelling": "tasks.text_labelling",
     "Autoencoding": "tasks.autoencoding",
@@ -195,6 +199,7 @@ PUBLIC: dict[str, str] = {
     "UnpairedPreferenceData": "data.unpaired_preference_data",
     "UnpairedRows": "data.text.arguments",
     "PreferenceRows": "data.text.arguments",
+    "PromptData": "data.prompt_data",
     "PythonCorpus": "data.python_corpus",
     "AspectBuckets": "data.images.aspect_buckets",
     # data that can be resumed

@@ -68,7 +68,7 @@ def continuations(
     rows = []
     for i, prompt in enumerate(prompts):
         if i not in pictured:
-            rows.append(_ids(tokenizer, prompt, special, stop)[-room:])
+            rows.append(encoded_prompt(tokenizer, prompt, special, stop)[-room:])
             continue
         rows.append(pictured[i]["input_ids"][0].tolist())
         if len(rows[i]) > room:  # a cut may remove a part of an image
@@ -76,12 +76,10 @@ def continuations(
                 f"generate_text: prompt {i + 1} has {len(rows[i])} tokens with those of its images, and the model "
                 f"reads {room} before {max_new_tokens} new ones. Give smaller images, or less text"
             )
-
-    def text_of(i: int, new: list[int]) -> tuple[str, bool]:
-        return _before(_decoded_behind(tokenizer, rows[i], new), endings)
+    ending = Ending(tokenizer, rows, endings)
 
     def written(i: int, new: list[int]) -> bool:
-        text, ended = text_of(i, new)
+        text, ended = ending.text(i, new)
         if watch is not None:
             watch(i, text)
         return ended
@@ -101,7 +99,7 @@ def continuations(
     found = []
     for i, sample in enumerate(samples):
         by_model = sample.end == "stop"
-        text, ended = text_of(i, sample.tokens[:-1] if by_model else sample.tokens)
+        text, ended = ending.text(i, sample.tokens[:-1] if by_model else sample.tokens)
         found.append((text, by_model or ended))
     return found
 
@@ -124,6 +122,29 @@ def length_of(tokenizer: Any, chat: str) -> int:
     return len(_encode(tokenizer, chat, False))
 
 
+class Ending:
+    """The texts of new tokens, and whether one of several texts ends them.
+
+    Args:
+        tokenizer: The tokenizer.
+        rows: Ids of each prompt.
+        endings: Texts that end a text. It is cut before them.
+    """
+
+    def __init__(self, tokenizer: Any, rows: Sequence[list[int]], endings: Sequence[str]) -> None:
+        self.tokenizer = tokenizer
+        self.rows = rows
+        self.endings = endings
+
+    def __call__(self, i: int, new: list[int]) -> bool:
+        """Return whether a text ends the new tokens of prompt number ``i``."""
+        return self.text(i, new)[1]
+
+    def text(self, i: int, new: list[int]) -> tuple[str, bool]:
+        """Return the text of new tokens, cut before the first ending, and whether there was one."""
+        return _before(_decoded_behind(self.tokenizer, self.rows[i], new), self.endings)
+
+
 def _before(text: str, endings: Sequence[str]) -> tuple[str, bool]:
     """Cut ``text`` before the first ending, and return whether there was one."""
     places = [text.index(ending) for ending in endings if ending in text]
@@ -132,7 +153,7 @@ def _before(text: str, endings: Sequence[str]) -> tuple[str, bool]:
     return text, False
 
 
-def _ids(tokenizer: Any, prompt: str, special: bool, stop: set[int]) -> list[int]:
+def encoded_prompt(tokenizer: Any, prompt: str, special: bool, stop: set[int]) -> list[int]:
     """Return the token ids of a prompt, without a final end token. An empty prompt is the end of another text."""
     ids = _encode(tokenizer, prompt, special)
     if special and ids and ids[-1] == getattr(tokenizer, "eos_token_id", None):

@@ -74,6 +74,7 @@ def test_configs_run_as_their_headers_say_and_so_does_what_they_print(
     if tuned != TUNED:
         return
     fit_and_follow(capsys, small(FOLDER / "distillation.yaml", data={**texts, "batch_size": 2}))
+    fit_and_follow(capsys, small(FOLDER / "grpo.yaml", data={"batch_size": 2, "val_batch_size": 2}))
     asked_and_told = [{"prompt": f"{n} + {n}?", "completion": str(2 * n)} for n in range(40)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked_and_told))
     ours = {"train": "rows.jsonl", "tokenizer": "runs/llm/base", "max_length": 64, "num_workers": 0}

@@ -1,0 +1,442 @@
+"""Reinforcement learning on a language model's own answers: GRPO and its relatives.
+
+    prompts -> several samples of each (:mod:`lit_efficient.models.generation`) -> rewards -> advantages in the group
+            -> loss on the tokens of the samples, for one or several optimizer steps
+
+Saves: a critic, because the other samples of a prompt are the baseline; with adapters also a second model, because the
+    reference is the network with disabled adapters; the forward of a prompt for all its samples but one
+Costs: generation, which usually takes most of the time; for a KL one forward pass of the reference per batch of samples
+
+Formulas and sources: :mod:`lit_efficient.losses.policy`; rewards: :mod:`lit_efficient.tasks.rewards`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_efficient.distributed.ranks import gather_objects, place_among_ranks
+from lit_efficient.distributed.seeds import mix_seed
+from lit_efficient.errors import ConfigurationError, ConflictError, check_list, check_number, refusal
+from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.losses.next_token import IGNORE
+from lit_efficient.losses.policy import (
+    PolicyLoss,
+    PolicyResult,
+    advantages,
+    overlong_penalty,
+    policy_loss,
+    token_advantages,
+)
+from lit_efficient.models.generation.batched import Sample, generate
+from lit_efficient.models.generation.sampling import Sampling
+from lit_efficient.models.libraries.causal_lm import CausalLMConfig
+from lit_efficient.models.networks.gpt import GPTConfig
+from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
+from lit_efficient.tasks.reference_task import ReferenceTask
+from lit_efficient.tasks.rewards import Reward
+from lit_efficient.tasks.text_generation import Ending, as_chat, encoded_prompt, room_for, stop_ids
+
+_MOST_SENTENCES = 3  # warnings about rewards in one batch
+_HELD = "policy_optimization"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Generation of the samples of `PolicyOptimization`.
+
+    Args:
+        samples: Samples of each prompt, at least 2.
+        max_new_tokens: Largest number of tokens of a sample.
+        temperature: Divides the logits, above 0. The loss is that of the network without temperature.
+        top_p: Draw from the most likely tokens that together have this probability, in (0, 1].
+        top_k: Draw from this many most likely tokens. 0 is all.
+        min_p: Draw from tokens whose probability is at least this share of the largest one, in [0, 1].
+        stop: Texts that end a sample. The completion is cut before them.
+        rows: Largest number of samples that are written at a time. null: all of a batch.
+        seed: Seed of the draws, which also depend on the step and on the place in the batch.
+        chat: Write each prompt that is a text as a user's turn in the chat template.
+    """
+
+    samples: int = 8
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: Sequence[str] = ()
+    rows: int | None = None
+    seed: int = 0
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("Rollout", "samples", self.samples, least=2, whole=True)
+        check_number("Rollout", "max_new_tokens", self.max_new_tokens, least=1, whole=True)
+        check_number("Rollout", "temperature", self.temperature, above=0)
+        check_number("Rollout", "rows", self.rows, least=1, whole=True, null=True)
+        self.sampling.check("Rollout")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise refusal("Rollout", "stop", "a list of non-empty texts", self.stop)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return the parameters of sampling."""
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+
+
+@dataclass
+class Experience:
+    """Samples of a batch of prompts, with all that the loss needs.
+
+    Args:
+        rows: ``input_ids``, ``labels`` and ``attention_mask`` of prompts with their samples, ``[N, T]``, padded on the
+            right.
+        advantage: ``[N]``, or ``[N, T]`` for each token.
+        drawn: Log-probabilities of the tokens when they were drawn, without temperature and filters, ``[N, T]``.
+        old: Log-probabilities under the policy of the first step with these samples. None before it.
+        reference: Log-probabilities under the reference. None without a KL.
+        figures: Figures to log.
+    """
+
+    rows: dict[str, Tensor]
+    advantage: Tensor
+    drawn: Tensor
+    old: Tensor | None
+    reference: Tensor | None
+    figures: dict[str, float]
+
+
+class PolicyOptimization(ReferenceTask):
+    """Train a language model on rewards of its own answers.
+
+    Batches have ``prompts`` (texts, or lists of messages) and ``rows``, which rewards get; `PromptData` makes them. The
+    rewards of the samples of a prompt are compared with each other. A sample whose reward fails is left out, with a
+    warning. If all rewards of a prompt are equal, its samples have no effect.
+
+    Logs under ``train/``: ``loss``, ``reward``, ``reward/NAME`` of each function, ``reward_std`` (mean over prompts),
+    ``equal_rewards`` (share of prompts whose samples all have one reward), ``failed`` (share of samples without a
+    reward), ``length``, ``truncated`` (share), ``entropy`` (estimate: minus the mean log-probability of the tokens),
+    ``clipped_low``, ``clipped_high``, ``kl`` (k3), and ``rounding``, the mean difference between the log-probabilities
+    of generation and of training. Under ``val/`` and ``test/``: ``reward``, ``reward/NAME``, ``length`` and
+    ``truncated`` of one sample of each prompt.
+
+    Args:
+        rewards: Rewards, summed by their weights.
+        model: As in `LanguageModeling`, with trained weights or with ``start_from``.
+        loss: The loss.
+        rollout: Generation of the samples.
+        uses: Optimizer steps with the same samples. In the others the batch's own prompts are not used.
+        start_from: Checkpoint of `LanguageModeling` (SFT) of the same shape with the initial weights. Its adapters are
+            merged. A resumed run needs this file too.
+        learning_rate: Peak learning rate of AdamW: about 1e-6 for all weights, ten times more for adapters.
+        weight_decay: Weight decay of the matrices.
+        warmup_steps: As in `LanguageModeling`.
+    """
+
+    trains_on = ("prompts",)
+    without_reference = ", or set loss.kl to none"
+
+    def __init__(
+        self,
+        rewards: list[Reward],
+        model: GPTConfig | CausalLMConfig = _DEFAULT_MODEL,
+        loss: PolicyLoss = PolicyLoss(),  # noqa: B008 (frozen)
+        rollout: Rollout = Rollout(),
+        uses: int = 1,
+        start_from: str | None = None,
+        learning_rate: float = 1e-6,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps)
+        check_list("PolicyOptimization", "rewards", rewards, "a list of at least one Reward")
+        check_number("PolicyOptimization", "uses", uses, least=1, whole=True)
+        names = [reward.name for reward in rewards]
+        if len({*names}) < len(names):
+            raise refusal("PolicyOptimization", "rewards", "functions with different names", names)
+        if loss.overlong > rollout.max_new_tokens:
+            allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
+            raise refusal("PolicyOptimization", "loss.overlong", allowed, loss.overlong)
+        self.rewards = rewards
+        self.loss = loss
+        self.rollout = rollout
+        self.uses = uses
+        self._held: dict[int, Experience] = {}  # by the number of the micro-batch in an optimizer step
+        self._place = (0, -1)  # step and number of the last micro-batch
+        self._rewarded = False  # a sample of this run has had a reward
+        self.save_hyperparameters({"uses": uses})
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss has a KL."""
+        return self.loss.kl != "none"
+
+    def num_tokens(self, batch: dict[str, Any]) -> int:
+        """Return the number of prompts of a batch."""
+        return len(batch["prompts"])
+
+    def on_fit_start(self) -> None:
+        traits = traits_of(self.trainer.strategy)
+        if traits.shards:
+            raise ConflictError(
+                f"PolicyOptimization: {traits.name} shards the weights, and processes generate different numbers of "
+                "tokens: use one process or DDP, with LoRA or QuantizeBase to save memory"
+            )
+        room_for(self._built(), self.rollout.max_new_tokens)
+        super().on_fit_start()
+
+    def on_train_start(self) -> None:
+        """Do nothing, because batches have no labels to count."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """Return the loss on samples: new ones, or those of an earlier step."""
+        step = self.trainer.global_step
+        place = self._place[1] + 1 if self._place[0] == step else 0
+        self._place = (step, place)
+        if step % self.uses == 0 or place not in self._held:
+            self._held = {number: held for number, held in self._held.items() if number < place}
+            self._held[place] = self.experience(batch, mix_seed(self.rollout.seed, step, place))
+        held = self._held[place]
+        if held.advantage.device != self.device:  # from a checkpoint
+            held = self._held[place] = Experience(**_moved(vars(held), self.device))
+        log_probs, router_loss = self._token_log_probs(held.rows)
+        if held.old is None:
+            held.old = log_probs.detach()
+            mask = self._mask(held)
+            apart = (held.drawn - held.old).abs()[mask]
+            held.figures |= {
+                "entropy": _mean(-held.old[mask]),
+                "rounding": _mean(apart),
+            }
+            for name, value in held.figures.items():
+                self.log(f"train/{name}", value, batch_size=self.num_tokens(batch), prog_bar=name == "reward")
+        done = self._loss_of(held, log_probs)
+        size = self.num_tokens(batch)
+        self.log("train/loss", done.loss.detach(), batch_size=size)
+        self.log("train/clipped_low", done.clipped_low, batch_size=size)
+        self.log("train/clipped_high", done.clipped_high, batch_size=size)
+        if self.needs_reference:
+            self.log("train/kl", done.kl, batch_size=size)
+        output = {"loss": done.loss}
+        if router_loss is not None:
+            self.log("train/router_loss", router_loss, batch_size=size)
+            output = {"loss": done.loss + router_loss, "extra_loss": router_loss}
+        if self.uses == 1:
+            self._held = {}
+        return output
+
+    def _mask(self, held: Experience) -> Tensor:
+        return held.rows["labels"][:, 1:] != IGNORE
+
+    def _loss_of(self, held: Experience, log_probs: Tensor) -> PolicyResult:
+        assert held.old is not None
+        mask = self._mask(held)
+        tokens = None
+        if self.trainer.world_size > 1 and self.loss.kind in ("dapo", "reinforce++"):
+            # Gradients are averaged over processes, and the loss is a mean over the tokens of all of them.
+            tokens = self.trainer.strategy.reduce(mask.sum().to(log_probs.dtype), reduce_op="mean")
+        return policy_loss(
+            self.loss,
+            log_probs,
+            held.old,
+            held.advantage,
+            mask,
+            held.reference,
+            self.rollout.max_new_tokens,
+            tokens,
+        )
+
+    def _token_log_probs(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probability of each token but the first ``[N, T - 1]``, and the balancing loss of experts."""
+        losses, _, router_loss = self._losses(rows)
+        return -losses[:, : rows["labels"].shape[1] - 1], router_loss
+
+    def experience(self, batch: Mapping[str, Any], seed: int) -> Experience:
+        """Write samples for the prompts of a batch, and compute their rewards and advantages."""
+        group = self.rollout.samples
+        prompts = [prompt for prompt in batch["prompts"] for _ in range(group)]
+        places = [i * self.trainer.world_size + self.trainer.global_rank for i in range(len(batch["prompts"]))]
+        seeds = [mix_seed(seed, place, number) for place in places for number in range(group)]
+        ids, samples, texts = self._write(prompts, seeds, self.rollout.sampling)
+        rows = [row for row in batch["rows"] for _ in range(group)]
+        parts = self._judge(prompts, texts, rows)
+        rewards = parts.sum(1).to(self.device)
+        lengths = torch.tensor([len(sample.tokens) for sample in samples], device=self.device)
+        rewards = rewards - overlong_penalty(lengths, self.rollout.max_new_tokens, self.loss.overlong)
+        cut = torch.tensor([sample.end == "length" for sample in samples], device=self.device)
+        figures = self._figures(parts, rewards, lengths, cut)
+        inputs, drawn = _joined(ids, samples, self.device)
+        reference = None
+        if self.needs_reference:
+            network = self.reference()
+            assert network is not None
+            reference = network(self._built(), lambda: self._token_log_probs(inputs)[0])
+        if self.loss.mask_truncated:
+            rewards = torch.where(cut, math.nan, rewards)
+        left_out = rewards.isnan()
+        advantage = self._advantage(rewards, drawn, reference, inputs["labels"][:, 1:] != IGNORE)
+        inputs["labels"] = inputs["labels"].masked_fill(left_out[:, None], IGNORE)
+        return Experience(inputs, advantage, drawn, None, reference, figures)
+
+    def _advantage(self, rewards: Tensor, drawn: Tensor, reference: Tensor | None, mask: Tensor) -> Tensor:
+        kind = self.loss.kind
+        if self.loss.kl == "k1":
+            assert reference is not None
+            penalties = self.loss.beta * (drawn - reference) * mask
+            if kind == "reinforce++":
+                return token_advantages(rewards, penalties, mask)
+            rewards = rewards - penalties.sum(1)
+        if kind == "reinforce++" and self.trainer.world_size > 1:
+            # Normalised over the samples of all processes
+            every: Any = self.all_gather(rewards)
+            every = every.flatten()
+            own = slice(self.trainer.global_rank * len(rewards), (self.trainer.global_rank + 1) * len(rewards))
+            return advantages(every, self.rollout.samples, kind)[own]
+        return advantages(rewards, self.rollout.samples, kind)
+
+    def _write(
+        self, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling
+    ) -> tuple[list[list[int]], list[Sample], list[str]]:
+        """Return the ids of prompts, their samples, and the texts of these without what ends them."""
+        network: Any = self._built()
+        tokenizer: Any = self.tokenizer
+        stop = {*(self.tokenizer_state or {}).get("stop", ()), *stop_ids(network, tokenizer)}
+        most = room_for(network, self.rollout.max_new_tokens)
+        known: dict[str, list[int]] = {}
+        ids = []
+        for prompt in prompts:
+            chat = self.rollout.chat or not isinstance(prompt, str)
+            text = as_chat(tokenizer, prompt, "PolicyOptimization: chat") if chat else prompt
+            if text not in known:
+                known[text] = encoded_prompt(tokenizer, text, not chat, stop)[-most:]
+            ids.append(known[text])
+        ending = Ending(tokenizer, ids, self.rollout.stop)
+        samples = generate(
+            network,
+            ids,
+            self.rollout.max_new_tokens,
+            sampling=sampling,
+            seeds=seeds,
+            stop=stop,
+            written=ending if self.rollout.stop else None,
+            rows=self.rollout.rows,
+            device=self.device,
+        )
+        texts = []
+        for i, sample in enumerate(samples):
+            texts.append(ending.text(i, sample.tokens[:-1] if sample.end == "stop" else sample.tokens)[0])
+        return ids, samples, texts
+
+    def _judge(self, prompts: Sequence[Any], texts: Sequence[str], rows: Sequence[Any]) -> Tensor:
+        """Return the weighted rewards ``[N, functions]``, with NaN where one fails, and warn about these."""
+        found = []
+        sentences = []
+        for prompt, text, row in zip(prompts, texts, rows):
+            asked = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+            values = []
+            for reward in self.rewards:
+                value, sentence = reward(asked, text, row)
+                values.append(value * reward.weight)
+                if sentence:
+                    sentences.append(f"{sentence} (prompt {asked[:60]!r}, completion {text[:60]!r})")
+            found.append(values)
+        for sentence in sentences[:_MOST_SENTENCES]:
+            rank_zero_warn(f"PolicyOptimization: a sample is left out: {sentence}")
+        parts = torch.tensor(found)
+        self._rewarded = self._rewarded or not bool(parts.sum(1).isnan().all())
+        if not self._rewarded:
+            raise ConfigurationError(
+                f"PolicyOptimization: no sample of the first batch has a reward. The first failure: {sentences[0]}"
+            )
+        return parts
+
+    def _figures(self, parts: Tensor, rewards: Tensor, lengths: Tensor, cut: Tensor) -> dict[str, float]:
+        figures = {
+            "reward": float(rewards.nanmean()),
+            "failed": _mean(rewards.isnan().float()),
+            "length": _mean(lengths.float()),
+            "truncated": _mean(cut.float()),
+        }
+        for reward, values in zip(self.rewards, parts.T):
+            figures[f"reward/{reward.name}"] = float(values.nanmean())
+        if len(rewards) % self.rollout.samples == 0:
+            groups = [row[row.isfinite()] for row in rewards.view(-1, self.rollout.samples)]
+            spreads = torch.tensor([float(row.std()) if len(row) > 1 else 0.0 for row in groups])
+            figures |= {"reward_std": _mean(spreads), "equal_rewards": _mean((spreads == 0).float())}
+        return figures
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch, batch_idx, "val")
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch, batch_idx, "test")
+
+    def _evaluate(self, batch: dict[str, Any], batch_idx: int, prefix: str) -> None:
+        """Log the rewards of one sample of each prompt, whose draws are the same in each validation."""
+        seeds = [mix_seed(self.rollout.seed, batch_idx, self.global_rank, i) for i in range(len(batch["prompts"]))]
+        _, samples, texts = self._write(batch["prompts"], seeds, self.rollout.sampling)
+        parts = self._judge(batch["prompts"], texts, batch["rows"])
+        lengths = torch.tensor([len(sample.tokens) for sample in samples])
+        cut = torch.tensor([sample.end == "length" for sample in samples])
+        figures = self._figures(parts, parts.sum(1), lengths, cut)
+        for name in ("reward", "failed", "length", "truncated", *(f"reward/{reward.name}" for reward in self.rewards)):
+            self.log(f"{prefix}/{name}", figures[name], batch_size=len(texts), sync_dist=True)
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str]:
+        """Return continued texts for ``prompts``."""
+        return self.generate_text(batch["prompts"], chat=self.rollout.chat)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        cpu = torch.device("cpu")
+        held = {place: _moved(vars(one), cpu) for place, one in self._held.items()}
+        checkpoint[_HELD] = {"held": gather_objects(held), "place": list(self._place)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        saved = checkpoint.get(_HELD)
+        if saved is None:
+            return
+        self._place = (saved["place"][0], saved["place"][1])
+        rank, count = place_among_ranks()
+        if len(saved["held"]) == count:  # with another number of processes, samples are drawn anew
+            self._held = {place: Experience(**fields) for place, fields in saved["held"][rank].items()}
+
+
+def _moved(fields: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in fields.items()}
+    return {**moved, "rows": {name: value.to(device) for name, value in fields["rows"].items()}}
+
+
+def _joined(
+    prompts: Sequence[Sequence[int]], samples: Sequence[Sample], device: torch.device
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return prompts with their samples, padded on the right, and the log-probabilities of the tokens when drawn.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``attention_mask`` ``[N, T]``; and ``[N, T - 1]``, 0 outside of samples.
+    """
+    longest = max(len(prompt) + len(sample.tokens) for prompt, sample in zip(prompts, samples))
+    shape = (len(samples), longest)
+    rows = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64),
+        "labels": torch.full(shape, IGNORE),
+        "attention_mask": torch.zeros(shape, dtype=torch.int64),
+    }
+    drawn = torch.zeros(len(samples), longest - 1)
+    for i, (prompt, sample) in enumerate(zip(prompts, samples)):
+        start = len(prompt)
+        stop = start + len(sample.tokens)
+        rows["input_ids"][i, :stop] = torch.tensor([*prompt, *sample.tokens])
+        rows["labels"][i, start:stop] = torch.tensor(sample.tokens)
+        rows["attention_mask"][i, :stop] = 1
+        drawn[i, start - 1 : stop - 1] = torch.tensor(sample.log_probs)
+    return {name: tensor.to(device) for name, tensor in rows.items()}, drawn.to(device)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.float().mean()) if values.numel() else 0.0

@@ -1,0 +1,270 @@
+"""Reinforcement learning on a model's own answers: it learns, resumes, and leaves out what has no reward."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lit_efficient import (
+    CausalLMConfig,
+    ExactResume,
+    GPTConfig,
+    LoRA,
+    PolicyLoss,
+    PolicyOptimization,
+    PromptData,
+    Reward,
+    Rollout,
+)
+from lit_efficient.data.prompt_data import prompt_batch
+from lit_efficient.data.text.chat_tokenizer import pack_tokenizer
+from lit_efficient.errors import ConfigurationError
+from lit_efficient.losses.policy import KINDS
+from lit_efficient.tasks.loading import load_language_model
+from lit_efficient.tasks.rewards import numeric_answer
+from tests import support
+from tests.processes import run_ranks
+from tests.tasks.test_text_generation import writer
+
+GPT = GPTConfig(vocab_size=300, dim=32, depth=1, num_heads=2, max_length=64)
+ROWS = [{"prompt": prompt} for prompt in ("the cat", "a dog sat", "on", "the mat, and")]
+trainer = partial(support.trainer, max_epochs=-1, limit_val_batches=0)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+
+
+def letters(prompt: str, completion: str, row: Any) -> float:
+    """Share of the letters a to m."""
+    return sum(letter in "abcdefghijklm" for letter in completion) / max(len(completion), 1)
+
+
+def _task(rewards: Any = (letters,), **options: Any) -> PolicyOptimization:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {
+        "model": GPT,
+        "rollout": Rollout(samples=4, max_new_tokens=6),
+        "learning_rate": 1e-2,
+        "rewards": [Reward(one, seconds=0.2) for one in rewards],
+    }
+    task = PolicyOptimization(**given | options)
+    task.tokenizer_state = pack_tokenizer(writer()[1])
+    return task
+
+
+def _loader(rows: list[dict[str, Any]] = ROWS, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+    data: Any = rows
+    return DataLoader(data, batch_size, collate_fn=prompt_batch, **options)
+
+
+class Seen(Callback):
+    """The logged figures of each step, and a checkpoint in the middle."""
+
+    def __init__(self, save_at: int = -1, path: Path | None = None) -> None:
+        self.figures: list[dict[str, float]] = []
+        self.save_at = save_at
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.figures.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        if trainer.global_step == self.save_at:
+            trainer.save_checkpoint(self.path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reward_rises_under_every_loss(kind: Any, tmp_path: Path) -> None:
+    seen = Seen()
+    clip: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2} if kind == "gspo" else {}
+    rollout = Rollout(samples=8, max_new_tokens=6)
+    task = _task(loss=PolicyLoss(kind, **clip), rollout=rollout, uses=2, learning_rate=3e-2)
+    run = trainer(default_root_dir=tmp_path, max_steps=40, callbacks=[seen], limit_val_batches=1.0)
+    run.fit(task, _loader(batch_size=4), _loader(batch_size=4))
+    rewards = [figures["train/reward"] for figures in seen.figures]
+    assert sum(rewards[-8:]) / 8 > sum(rewards[:4]) / 4 + 0.1
+    assert seen.figures[0]["train/reward"] == pytest.approx(seen.figures[0]["train/reward/letters"])
+    assert seen.figures[0]["train/entropy"] == pytest.approx(math.log(300), abs=0.2)
+    assert seen.figures[0]["train/rounding"] < 1e-5
+    assert seen.figures[0]["train/clipped_low"] == seen.figures[0]["train/clipped_high"] == 0
+    assert float(run.validate(task, _loader(batch_size=4), verbose=False)[0]["val/reward"]) > rewards[0]
+
+
+@pytest.mark.parametrize("kl", ["k1", "k3"])
+def test_with_adapters_the_reference_is_the_base_and_a_strong_divergence_holds_the_policy_there(
+    kl: Any, tmp_path: Path
+) -> None:
+    found = {}
+    for beta in (1e-4, 10.0):
+        seen = Seen()
+        task = _task(loss=PolicyLoss("grpo" if kl == "k3" else "reinforce++", kl=kl, beta=beta))
+        run = trainer(default_root_dir=tmp_path, max_steps=24, callbacks=[LoRA(rank=4, modules_to_save=None), seen])
+        run.fit(task, _loader())
+        reference = task.reference()
+        assert reference is not None
+        assert not reference.tensors
+        assert seen.figures[0]["train/kl"] == pytest.approx(0, abs=1e-6)
+        found[beta] = sum(figures["train/kl"] for figures in seen.figures[-8:]) / 8
+    assert found[10.0] < found[1e-4] / 2
+
+
+@pytest.mark.parametrize("uses", [1, 3])
+def test_a_run_resumes_in_the_middle_of_its_samples_bit_for_bit(uses: int, tmp_path: Path) -> None:
+    weights = []
+    for path in (None, tmp_path / "half.ckpt"):
+        seen = Seen(4, tmp_path / "half.ckpt")
+        task = _task(uses=uses, loss=PolicyLoss(kl="k3", beta=0.1))
+        run = trainer(default_root_dir=tmp_path, max_steps=8, callbacks=[ExactResume(), seen])
+        run.fit(task, _loader(shuffle=True), ckpt_path=path)
+        weights.append((task.state_dict(), seen.figures[-4:]))
+    (whole, figures), (resumed, again) = weights
+    assert figures == again
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name])
+
+
+def _sometimes(prompt: str, completion: str, row: Any) -> float:
+    if prompt == "on":
+        raise KeyError("nothing here")
+    if prompt == "the cat" and len(completion) % 2:
+        return math.nan
+    return letters(prompt, completion, row)
+
+
+def test_samples_whose_reward_fails_are_left_out_with_a_sentence(tmp_path: Path) -> None:
+    task = _task([_sometimes])
+    run = trainer(default_root_dir=tmp_path, max_steps=1)
+    with pytest.warns(UserWarning, match="a sample is left out: _sometimes (raised KeyError: 'nothing|returned nan)"):
+        run.fit(task, _loader(batch_size=4))
+    assert 0.25 < float(run.callback_metrics["train/failed"]) < 0.5
+    assert all(parameter.isfinite().all() for parameter in task.parameters())
+    held = task.experience(prompt_batch(ROWS), 0)
+    assert held.advantage[8:12].tolist() == [0.0] * 4
+    assert bool((held.rows["labels"][8:12] == -100).all())
+    assert task.experience(prompt_batch(ROWS[2:3]), 0).advantage.tolist() == [0.0] * 4
+    with pytest.raises(ConfigurationError, match="no sample of the first batch has a reward"):
+        trainer(default_root_dir=tmp_path, max_steps=1).fit(_task([_sometimes]), _loader(ROWS[2:3], 1))
+
+
+def _same(prompt: str, completion: str, row: Any) -> float:
+    return 0.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_rewards_change_nothing(kind: Any, tmp_path: Path) -> None:
+    task = _task([_same], loss=PolicyLoss(kind))
+    run = trainer(default_root_dir=tmp_path, max_steps=1)
+    before: dict[str, Any] = {}
+    task.on_train_start = lambda: before.update({name: p.clone() for name, p in task.state_dict().items()})  # type: ignore[method-assign]
+    run.fit(task, _loader())
+    assert run.callback_metrics["train/equal_rewards"] == 1
+    for name, tensor in task.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)
+
+
+def test_the_loss_is_that_of_rows_read_alone_and_truncated_samples_are_left_out(tmp_path: Path) -> None:
+    """Prompts of different lengths, and one that is longer than the network reads."""
+    rows = [*ROWS[:2], {"prompt": "the cat sat on the mat " * 20}]
+    task = _task(loss=PolicyLoss(mask_truncated=True), rollout=Rollout(samples=6, max_new_tokens=20, stop=("a",)))
+    run = trainer(default_root_dir=tmp_path, max_steps=1)
+    run.fit(task, _loader(rows, batch_size=3))
+    held = task.experience(prompt_batch(rows), 3)
+    log_probs, _ = task._token_log_probs(held.rows)
+    truncated = 0
+    losses = []
+    for i in range(18):
+        ids, labels = held.rows["input_ids"][i], held.rows["labels"][i]
+        learned = [t for t in range(1, len(ids)) if labels[t] != -100]
+        if not learned:
+            assert held.advantage[i] == 0
+            truncated += 1
+            losses.append(torch.zeros(()))
+            continue
+        assert task.tokenizer.decode(ids[learned[-1]].item()).count("a")
+        alone = task.network(ids[None, : learned[-1] + 1])[0].log_softmax(-1)  # type: ignore[misc]
+        own = torch.stack([alone[t - 1, ids[t]] for t in learned])
+        torch.testing.assert_close(log_probs[i, [t - 1 for t in learned]], own, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(held.drawn[i, [t - 1 for t in learned]], own, atol=1e-5, rtol=1e-5)
+        losses.append(-held.advantage[i])
+    assert 0 < truncated < 18
+    held.old = log_probs.detach()
+    torch.testing.assert_close(task._loss_of(held, log_probs).loss, torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rewards": []}, "rewards must be a list of at least one Reward"),
+        ({"rewards": [letters, letters]}, "rewards must be functions with different names"),
+        ({"uses": 0}, "uses must be a whole number of at least 1"),
+        ({"loss": PolicyLoss(overlong=7)}, "loss.overlong must be at most rollout.max_new_tokens = 6"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        _task(options.pop("rewards", (letters,)), **options)
+    with pytest.raises(ConfigurationError, match="samples must be a whole number of at least 2"):
+        Rollout(samples=1)
+
+
+def test_prompts_come_from_files_and_the_answer_is_written_after_training(tmp_path: Path) -> None:
+    network, tokenizer = writer()
+    network.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "the cat", "answer": 3}\n{"messages": [{"role": "user", "content": "on"}, '
+        '{"role": "assistant", "content": "it"}], "answer": 5}\n'
+    )
+    data = PromptData(
+        train=str(tmp_path / "rows.jsonl"), tokenizer=str(tmp_path / "base"), val_fraction=0.0, batch_size=2
+    )
+    data.setup()
+    assert [row["prompt"] for row in data.train_rows] == ["the cat", [{"role": "user", "content": "on"}]]
+    assert next(iter(data.train_dataloader()))["rows"][0]["answer"] in (3, 5)
+    data = PromptData(train="arithmetic", tokenizer=str(tmp_path / "base"), batch_size=4, val_batch_size=50)
+    rewards = [Reward(numeric_answer, 0.5), Reward(letters)]
+    task = PolicyOptimization(
+        rewards, CausalLMConfig(str(tmp_path / "base")), rollout=Rollout(samples=2, max_new_tokens=4)
+    )
+    run = trainer(default_root_dir=tmp_path, max_steps=2)
+    run.fit(task, datamodule=data)
+    found = trainer(limit_val_batches=1.0).validate(task, datamodule=data, verbose=False)[0]
+    parts = found["val/reward/numeric_answer"] + found["val/reward/letters"]
+    assert float(found["val/reward"]) == pytest.approx(float(parts))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    model, _ = load_language_model(str(tmp_path / "run.ckpt"))
+    assert model.generate_text("1+2=", max_new_tokens=3, seed=1) == task.generate_text("1+2=", max_new_tokens=3, seed=1)
+    (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n')
+    with pytest.raises(ConfigurationError, match="a row needs a prompt"):
+        PromptData(train=str(tmp_path / "bad.jsonl"), tokenizer=str(tmp_path / "base")).setup()
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_two_processes_train_as_one_on_both_parts(tmp_path: Path) -> None:
+    for kind in ("dapo", "reinforce++"):
+        run_ranks(_in_ranks, tmp_path, kind)
+        torch.testing.assert_close(
+            torch.load(tmp_path / "ranks.pt", weights_only=True), _trained(kind, tmp_path), atol=2e-5, rtol=1e-4
+        )
+
+
+def _trained(kind: Any, folder: Path, **options: Any) -> Any:
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    task = _task(loss=PolicyLoss(kind), uses=2, rollout=Rollout(samples=4, max_new_tokens=8, stop=("a",)))
+    rows: Any = ROWS
+    order: Any = DistributedSampler(rows, world, rank, False)
+    run = trainer(default_root_dir=folder, max_steps=4, use_distributed_sampler=False, **options)
+    task.configure_optimizers = lambda: torch.optim.SGD(task.parameters(), 0.1)  # type: ignore[method-assign]
+    run.fit(task, _loader(batch_size=4 // world, sampler=order))
+    return task.state_dict()
+
+
+def _in_ranks(kind: str) -> None:
+    found = _trained(kind, Path(), devices=2, strategy="ddp")
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, "ranks.pt")
