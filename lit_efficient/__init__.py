@@ -163,7 +163,7 @@ PUBLIC: dict[str, str] = {
     "PolicyLoss": "losses.policy",
     "PolicyOptimization": "tasks.policy_optimization",
     "Reward": "tasks.rewards",
-    "Rollout": "tasks.policy_optimization",
+    "Rollout": "tasks.rollout",
     "TextEmbedding": "tasks.text_embedding",
     "TextLabelling": "tasks.text_labelling",
     "Autoencoding": "tasks.autoencoding",

@@ -140,6 +140,10 @@ from lit_efficient.losses.distillation import Divergence as Divergence
 from lit_efficient.tasks.preference import Preference as Preference
 from lit_efficient.tasks.reward_modeling import RewardModeling as RewardModeling
 from lit_efficient.tasks.unpaired_preference import UnpairedPreference as UnpairedPreference
+from lit_efficient.losses.policy import PolicyLoss as PolicyLoss
+from lit_efficient.tasks.policy_optimization import PolicyOptimization as PolicyOptimization
+from lit_efficient.tasks.rewards import Reward as Reward
+from lit_efficient.tasks.rollout import Rollout as Rollout
 from lit_efficient.tasks.text_embedding import TextEmbedding as TextEmbedding
 from lit_efficient.tasks.text_labelling import TextLabelling as TextLabelling
 from lit_efficient.tasks.autoencoding import Autoencoding as Autoencoding
@@ -174,6 +178,7 @@ from lit_efficient.data.text.arguments import UnpairedChat as UnpairedChat
 from lit_efficient.data.unpaired_preference_data import UnpairedPreferenceData as UnpairedPreferenceData
 from lit_efficient.data.text.arguments import UnpairedRows as UnpairedRows
 from lit_efficient.data.text.arguments import PreferenceRows as PreferenceRows
+from lit_efficient.data.prompt_data import PromptData as PromptData
 from lit_efficient.data.python_corpus import PythonCorpus as PythonCorpus
 from lit_efficient.data.images.aspect_buckets import AspectBuckets as AspectBuckets
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler as KeyedBatchSampler

@@ -12,7 +12,6 @@ Formulas and sources: :mod:`lit_efficient.losses.policy`; rewards: :mod:`lit_eff
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,75 +38,11 @@ from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.reference_task import ReferenceTask
 from lit_efficient.tasks.rewards import Reward
+from lit_efficient.tasks.rollout import Experience, Rollout, joined, moved
 from lit_efficient.tasks.text_generation import Ending, as_chat, encoded_prompt, room_for, stop_ids
 
 _MOST_SENTENCES = 3  # warnings about rewards in one batch
 _HELD = "policy_optimization"
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Generation of the samples of `PolicyOptimization`.
-
-    Args:
-        samples: Samples of each prompt, at least 2.
-        max_new_tokens: Largest number of tokens of a sample.
-        temperature: Divides the logits, above 0. The loss is that of the network without temperature.
-        top_p: Draw from the most likely tokens that together have this probability, in (0, 1].
-        top_k: Draw from this many most likely tokens. 0 is all.
-        min_p: Draw from tokens whose probability is at least this share of the largest one, in [0, 1].
-        stop: Texts that end a sample. The completion is cut before them.
-        rows: Largest number of samples that are written at a time. null: all of a batch.
-        seed: Seed of the draws, which also depend on the step and on the place in the batch.
-        chat: Write each prompt that is a text as a user's turn in the chat template.
-    """
-
-    samples: int = 8
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: Sequence[str] = ()
-    rows: int | None = None
-    seed: int = 0
-    chat: bool = False
-
-    def __post_init__(self) -> None:
-        check_number("Rollout", "samples", self.samples, least=2, whole=True)
-        check_number("Rollout", "max_new_tokens", self.max_new_tokens, least=1, whole=True)
-        check_number("Rollout", "temperature", self.temperature, above=0)
-        check_number("Rollout", "rows", self.rows, least=1, whole=True, null=True)
-        self.sampling.check("Rollout")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise refusal("Rollout", "stop", "a list of non-empty texts", self.stop)
-
-    @property
-    def sampling(self) -> Sampling:
-        """Return the parameters of sampling."""
-        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
-
-
-@dataclass
-class Experience:
-    """Samples of a batch of prompts, with all that the loss needs.
-
-    Args:
-        rows: ``input_ids``, ``labels`` and ``attention_mask`` of prompts with their samples, ``[N, T]``, padded on the
-            right.
-        advantage: ``[N]``, or ``[N, T]`` for each token.
-        drawn: Log-probabilities of the tokens when they were drawn, without temperature and filters, ``[N, T]``.
-        old: Log-probabilities under the policy of the first step with these samples. None before it.
-        reference: Log-probabilities under the reference. None without a KL.
-        figures: Figures to log.
-    """
-
-    rows: dict[str, Tensor]
-    advantage: Tensor
-    drawn: Tensor
-    old: Tensor | None
-    reference: Tensor | None
-    figures: dict[str, float]
 
 
 class PolicyOptimization(ReferenceTask):
@@ -145,14 +80,14 @@ class PolicyOptimization(ReferenceTask):
         rewards: list[Reward],
         model: GPTConfig | CausalLMConfig = _DEFAULT_MODEL,
         loss: PolicyLoss = PolicyLoss(),  # noqa: B008 (frozen)
-        rollout: Rollout = Rollout(),
+        rollout: Rollout = Rollout(),  # noqa: B008 (frozen)
         uses: int = 1,
         start_from: str | None = None,
         learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
     ) -> None:
-        super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps)
+        super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps, cache_reference=False)
         check_list("PolicyOptimization", "rewards", rewards, "a list of at least one Reward")
         check_number("PolicyOptimization", "uses", uses, least=1, whole=True)
         names = [reward.name for reward in rewards]
@@ -202,7 +137,7 @@ class PolicyOptimization(ReferenceTask):
             self._held[place] = self.experience(batch, mix_seed(self.rollout.seed, step, place))
         held = self._held[place]
         if held.advantage.device != self.device:  # from a checkpoint
-            held = self._held[place] = Experience(**_moved(vars(held), self.device))
+            held = self._held[place] = Experience(**moved(vars(held), self.device))
         log_probs, router_loss = self._token_log_probs(held.rows)
         if held.old is None:
             held.old = log_probs.detach()
@@ -269,7 +204,7 @@ class PolicyOptimization(ReferenceTask):
         rewards = rewards - overlong_penalty(lengths, self.rollout.max_new_tokens, self.loss.overlong)
         cut = torch.tensor([sample.end == "length" for sample in samples], device=self.device)
         figures = self._figures(parts, rewards, lengths, cut)
-        inputs, drawn = _joined(ids, samples, self.device)
+        inputs, drawn = joined(ids, samples, self.device)
         reference = None
         if self.needs_reference:
             network = self.reference()
@@ -393,7 +328,7 @@ class PolicyOptimization(ReferenceTask):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         cpu = torch.device("cpu")
-        held = {place: _moved(vars(one), cpu) for place, one in self._held.items()}
+        held = {place: moved(vars(one), cpu) for place, one in self._held.items()}
         checkpoint[_HELD] = {"held": gather_objects(held), "place": list(self._place)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -405,37 +340,6 @@ class PolicyOptimization(ReferenceTask):
         rank, count = place_among_ranks()
         if len(saved["held"]) == count:  # with another number of processes, samples are drawn anew
             self._held = {place: Experience(**fields) for place, fields in saved["held"][rank].items()}
-
-
-def _moved(fields: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in fields.items()}
-    return {**moved, "rows": {name: value.to(device) for name, value in fields["rows"].items()}}
-
-
-def _joined(
-    prompts: Sequence[Sequence[int]], samples: Sequence[Sample], device: torch.device
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return prompts with their samples, padded on the right, and the log-probabilities of the tokens when drawn.
-
-    Returns:
-        ``input_ids``, ``labels`` and ``attention_mask`` ``[N, T]``; and ``[N, T - 1]``, 0 outside of samples.
-    """
-    longest = max(len(prompt) + len(sample.tokens) for prompt, sample in zip(prompts, samples))
-    shape = (len(samples), longest)
-    rows = {
-        "input_ids": torch.zeros(shape, dtype=torch.int64),
-        "labels": torch.full(shape, IGNORE),
-        "attention_mask": torch.zeros(shape, dtype=torch.int64),
-    }
-    drawn = torch.zeros(len(samples), longest - 1)
-    for i, (prompt, sample) in enumerate(zip(prompts, samples)):
-        start = len(prompt)
-        stop = start + len(sample.tokens)
-        rows["input_ids"][i, :stop] = torch.tensor([*prompt, *sample.tokens])
-        rows["labels"][i, start:stop] = torch.tensor(sample.tokens)
-        rows["attention_mask"][i, :stop] = 1
-        drawn[i, start - 1 : stop - 1] = torch.tensor(sample.log_probs)
-    return {name: tensor.to(device) for name, tensor in rows.items()}, drawn.to(device)
 
 
 def _mean(values: Tensor) -> float:

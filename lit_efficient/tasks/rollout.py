@@ -1,0 +1,110 @@
+"""Samples of `PolicyOptimization`: how they are generated, and the batch that the loss is computed on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_efficient.errors import check_number, refusal
+from lit_efficient.losses.next_token import IGNORE
+from lit_efficient.models.generation.batched import Sample
+from lit_efficient.models.generation.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Generation of the samples of `PolicyOptimization`.
+
+    Args:
+        samples: Samples of each prompt, at least 2.
+        max_new_tokens: Largest number of tokens of a sample.
+        temperature: Divides the logits, above 0. The loss is that of the network without temperature.
+        top_p: Draw from the most likely tokens that together have this probability, in (0, 1].
+        top_k: Draw from this many most likely tokens. 0 is all.
+        min_p: Draw from tokens whose probability is at least this share of the largest one, in [0, 1].
+        stop: Texts that end a sample. The completion is cut before them.
+        rows: Largest number of samples that are written at a time. null: all of a batch.
+        seed: Seed of the draws, which also depend on the step and on the place in the batch.
+        chat: Write each prompt that is a text as a user's turn in the chat template.
+    """
+
+    samples: int = 8
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: Sequence[str] = ()
+    rows: int | None = None
+    seed: int = 0
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("Rollout", "samples", self.samples, least=2, whole=True)
+        check_number("Rollout", "max_new_tokens", self.max_new_tokens, least=1, whole=True)
+        check_number("Rollout", "temperature", self.temperature, above=0)
+        check_number("Rollout", "rows", self.rows, least=1, whole=True, null=True)
+        self.sampling.check("Rollout")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise refusal("Rollout", "stop", "a list of non-empty texts", self.stop)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return the parameters of sampling."""
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+
+
+@dataclass
+class Experience:
+    """Samples of a batch of prompts, with all that the loss needs.
+
+    Args:
+        rows: ``input_ids``, ``labels`` and ``attention_mask`` of prompts with their samples, ``[N, T]``, padded on the
+            right.
+        advantage: ``[N]``, or ``[N, T]`` for each token.
+        drawn: Log-probabilities of the tokens when they were drawn, without temperature and filters, ``[N, T]``.
+        old: Log-probabilities under the policy of the first step with these samples. None before it.
+        reference: Log-probabilities under the reference. None without a KL.
+        figures: Figures to log.
+    """
+
+    rows: dict[str, Tensor]
+    advantage: Tensor
+    drawn: Tensor
+    old: Tensor | None
+    reference: Tensor | None
+    figures: dict[str, float]
+
+
+def moved(fields: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the fields of an :class:`Experience` with all tensors on a device."""
+    found = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in fields.items()}
+    return {**found, "rows": {name: value.to(device) for name, value in fields["rows"].items()}}
+
+
+def joined(
+    prompts: Sequence[Sequence[int]], samples: Sequence[Sample], device: torch.device
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return prompts with their samples, padded on the right, and the log-probabilities of the tokens when drawn.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``attention_mask`` ``[N, T]``; and ``[N, T - 1]``, 0 outside of samples.
+    """
+    longest = max(len(prompt) + len(sample.tokens) for prompt, sample in zip(prompts, samples))
+    shape = (len(samples), longest)
+    rows = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64),
+        "labels": torch.full(shape, IGNORE),
+        "attention_mask": torch.zeros(shape, dtype=torch.int64),
+    }
+    drawn = torch.zeros(len(samples), longest - 1)
+    for i, (prompt, sample) in enumerate(zip(prompts, samples)):
+        start = len(prompt)
+        stop = start + len(sample.tokens)
+        rows["input_ids"][i, :stop] = torch.tensor([*prompt, *sample.tokens])
+        rows["labels"][i, start:stop] = torch.tensor(sample.tokens)
+        rows["attention_mask"][i, :stop] = 1
+        drawn[i, start - 1 : stop - 1] = torch.tensor(sample.log_probs)
+    return {name: tensor.to(device) for name, tensor in rows.items()}, drawn.to(device)
