@@ -136,6 +136,7 @@ def _sometimes(prompt: str, completion: str, row: Any) -> float:
     return letters(prompt, completion, row)
 
 
+@pytest.mark.filterwarnings("ignore:PolicyOptimization. a sample is left out")
 def test_samples_whose_reward_fails_are_left_out_with_a_sentence(tmp_path: Path) -> None:
     task = _task([_sometimes])
     run = trainer(default_root_dir=tmp_path, max_steps=1)
