@@ -153,6 +153,10 @@ class ReferenceTask(PairTask):
                 return self._live_references(batch)
 
         self._caches = []
+        if self.trainer.world_size > 1:
+            # All processes test the network together at its first batch, and only one of them fills the cache.
+            for batch in in_order(self.trainer.train_dataloader, who, f"leave out {_CACHE}", 1)():
+                answer(batch)
         loaders = [(self.trainer.train_dataloader, None), *self._validation_loaders()]
         for loader, limit in loaders:
             batches = in_order(loader, who, f"leave out {_CACHE}", limit)
