@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_efficient.data.text.chat_tokenizer import of_transformers
 from lit_efficient.errors import ChecksTypes, ConfigurationError, check_installed, check_number
 from lit_efficient.internals.lightning_trainer import AskedEarly
 from lit_efficient.models.libraries.lm_eval_tasks import Harness, figures
@@ -20,7 +21,8 @@ class TaskEvaluation(ChecksTypes, AskedEarly, Callback):
 
     Callbacks such as ``ModelCheckpoint`` can monitor those of a validation.
 
-    The module needs ``network``, a causal model of transformers, and ``tokenizer``, as ``LanguageModeling`` has them.
+    The module needs ``network``, a causal model of transformers or our GPT, and ``tokenizer``, as ``LanguageModeling``
+    has them.
     Training does not change: modes and random states are restored. Each process evaluates all rows, so that weights
     may be sharded.
 
@@ -96,5 +98,7 @@ class TaskEvaluation(ChecksTypes, AskedEarly, Callback):
                 pl_module.log(name, value, sync_dist=True)  # the same in all processes; it avoids a warning
 
     def _evaluate(self, pl_module: Any) -> dict[str, float]:
-        found = self._harness.run("TaskEvaluation", pl_module.network, pl_module.tokenizer, errors=False)
+        tokenizer = of_transformers(pl_module.tokenizer)
+        stop = (getattr(pl_module, "tokenizer_state", None) or {}).get("stop", ())
+        found = self._harness.run("TaskEvaluation", pl_module.network, tokenizer, stop, errors=False)
         return {f"eval/{name}": value for name, value in figures(found).items()}

@@ -38,6 +38,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if (arguments.ckpt is None) == (arguments.model is None):
         parser.error("one of the arguments --ckpt --model is required")
+    from lit_efficient.data.text.chat_tokenizer import of_transformers
     from lit_efficient.models.libraries.causal_lm import CausalLMConfig
     from lit_efficient.models.libraries.lm_eval_tasks import Harness, figures, table
     from lit_efficient.tasks.loading import load_hugging_face, load_language_model
@@ -54,7 +55,8 @@ def run(argv: Sequence[str]) -> int:
         model = load_hugging_face(CausalLMConfig(arguments.model, dtype="auto"))
         model = model.to(arguments.device or default_device())
         about = {"model": arguments.model}
-    found = harness.run("evaluate", model.network, model.tokenizer)
+    tokenizer = of_transformers(model.tokenizer)
+    found = harness.run("evaluate", model.network, tokenizer, model.tokenizer_state["stop"])
     print(table(found))
     if arguments.output is not None:
         written: dict[str, object] = {**about, "metrics": figures(found)}

@@ -42,7 +42,7 @@ from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
-from lit_efficient.internals.hugging_face import bars_on_terminals, generation_json
+from lit_efficient.internals.hugging_face import bars_on_terminals, generation_json, stopping_at
 from lit_efficient.mechanisms.adapters.diffusers_lora import places_of, write_diffusers_lora, write_several
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
@@ -242,7 +242,9 @@ def _merged(source: _Source, check: bool, shard: str) -> _Export:
         model = whole.models.pop()
         stop = _save_tokenizer(checkpoint, folder)
         if not whole.rewards:
-            _stop_at(model, stop)
+            # The base may stop at further tokens, such as tool calls.
+            if model.generation_config is not None:
+                model.generation_config = stopping_at(model.generation_config, stop)
         elif stop:
             pad_tokenizer(folder, model.config.get_text_config().pad_token_id)
         _save_model(model, folder, shard)
@@ -521,19 +523,6 @@ def _save_model(model: Any, folder: Path, shard: str) -> None:
         model.save_pretrained(folder, max_shard_size=shard)
     if settings is not None:
         (folder / "generation_config.json").write_text(settings, "utf-8")
-
-
-def _stop_at(model: Any, stop: Sequence[int]) -> None:
-    """Add token ids to those at which ``generate`` stops. The base may stop at further tokens, such as tool calls."""
-    if model.generation_config is None:  # of a model that does not generate
-        return
-    own = model.generation_config.eos_token_id
-    if own is None:
-        own = []
-    known = list(own) if isinstance(own, list) else [own]
-    added = [token for token in stop if token not in known]
-    if added:
-        model.generation_config.eos_token_id = known + added
 
 
 def merge_state(

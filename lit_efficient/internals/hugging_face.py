@@ -216,6 +216,17 @@ def take_generation(network: Any, settings: str | None) -> None:
         network.generation_config = GenerationConfig.from_dict(json.loads(settings))
 
 
+def stopping_at(settings: Any, stop: Sequence[int]) -> Any:
+    """Return a copy of the settings of ``generate`` with further ids at which it stops."""
+    own = settings.eos_token_id
+    known = [] if own is None else own if isinstance(own, list) else [own]
+    added = [token for token in stop if token not in known]
+    changed = copy.deepcopy(settings)
+    if added:
+        changed.eos_token_id = known + added
+    return changed
+
+
 def classifier_of(config: Any) -> Any:
     """Return the class for sequence classification of a config, or ``None``, as :func:`model_class_of`."""
     from transformers import AutoModelForSequenceClassification

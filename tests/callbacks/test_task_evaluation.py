@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_efficient import CausalLMConfig, GPTConfig, LanguageModeling, LoRA, TaskEvaluation
+from lit_efficient import CausalLMConfig, GPTConfig, LanguageModeling, LoRA, RewardModeling, TaskEvaluation
 from lit_efficient.__main__ import main
-from lit_efficient.data.text.chat_tokenizer import pack_tokenizer
+from lit_efficient.data.text.chat_tokenizer import of_transformers, pack_tokenizer
+from lit_efficient.data.text.token_cache import train_tokenizer
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.models.libraries.lm_eval_tasks import Harness
 from tests.data.text.model_tokenizers import make
+from tests.models.networks.test_gpt import as_llama, build
 from tests.support import QUIET, assert_equal
 
 TASK = """
@@ -36,6 +39,32 @@ doc_to_target: "{{{{answer}}}}"
 metric_list:
   - {{metric: acc, aggregation: mean, higher_is_better: true}}
   - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+ROLLING = """
+task: texts
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {rows}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}} {{{{question}}}}"
+metric_list:
+  - {{metric: word_perplexity}}
+"""
+WRITING = """
+task: written
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {rows}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{question}}}}"
+generation_kwargs: {{until: ["e"], max_gen_toks: 12}}
+metric_list:
+  - {{metric: bleu}}
+  - {{metric: chrf}}
 """
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -53,7 +82,8 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows.append({"question": f"What is {i} plus one?", "choices": choices, "answer": i % 3})
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tasks" / "sums.yaml").write_text(TASK.format(rows=tmp_path / "tasks" / "rows.jsonl"))
+    for name, text in (("sums", TASK), ("texts", ROLLING), ("written", WRITING)):
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(text.format(rows=tmp_path / "tasks" / "rows.jsonl"))
     return tmp_path / "tasks" / "sums.yaml"
 
 
@@ -62,7 +92,7 @@ def module() -> Any:
     tokenizer = make("smollm2")
     fields: Any = {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 64, **SIZES}
     made = LanguageModeling(CausalLMConfig(config_fields=fields), learning_rate=0.5, warmup_steps=1)
-    made.tokenizer_state = pack_tokenizer(tokenizer)
+    made.tokenizer_state = pack_tokenizer(tokenizer, range(100, 200))  # tokens at which an export stops
     return made
 
 
@@ -101,27 +131,64 @@ def test_the_figures_are_those_of_lm_eval_on_the_export(
     assert [int(row["step"]) for row in logged(tmp_path)] == [2, 4]
     run.save_checkpoint(tmp_path / "run.ckpt")
     written = tmp_path / "found.json"
-    arguments = ["--tasks", "sums", "--include_path", str(task.parent), "--limit", "10", "--device", "cpu"]
-    assert main(["evaluate", "--ckpt", str(tmp_path / "run.ckpt"), *arguments, "--output", str(written)]) == 0
-    assert "|sums |" in capsys.readouterr().out
+    arguments = ["--tasks", "sums", "written", "--include_path", str(task.parent), "--limit", "10", "--device", "cpu"]
+    arguments += ["--output", str(written)]
+    assert main(["evaluate", "--ckpt", str(tmp_path / "run.ckpt"), *arguments]) == 0
+    assert "|sums   |" in capsys.readouterr().out
     ours = json.loads(written.read_text())
     assert ours["weights"] == "raw"
-    assert ours["metrics"].keys() == {"sums/acc", "sums/acc_norm"}
+    assert ours["metrics"].keys() == {"sums/acc", "sums/acc_norm", "written/bleu", "written/chrf"}
     # The last step's weights are those of the checkpoint.
-    assert {name: float(logged(tmp_path)[-1][f"eval/{name}"]) for name in ours["metrics"]} == pytest.approx(
-        ours["metrics"]
-    )
+    last = logged(tmp_path)[-1]
+    for name in ("sums/acc", "sums/acc_norm"):
+        assert float(last[f"eval/{name}"]) == pytest.approx(ours["metrics"][name])
     export_checkpoint(tmp_path / "run.ckpt", tmp_path / "merged", "merged", check=False)
     theirs = simple_evaluate(
         "hf",
         {"pretrained": str(tmp_path / "merged"), "dtype": "float32", "device": "cpu"},
-        tasks=["sums"],
+        tasks=["sums", "written"],
         limit=10,
         task_manager=TaskManager(include_path=str(task.parent)),
-    )["results"]["sums"]
-    assert ours["metrics"] == {"sums/acc": theirs["acc,none"], "sums/acc_norm": theirs["acc_norm,none"]}
-    assert main(["evaluate", "--model", str(tmp_path / "merged"), *arguments, "--output", str(written)]) == 0
+    )["results"]
+    for name, value in ours["metrics"].items():
+        of, _, metric = name.partition("/")
+        assert value == theirs[of][f"{metric},none"], name
+    assert main(["evaluate", "--model", str(tmp_path / "merged"), *arguments]) == 0
     assert json.loads(written.read_text())["metrics"] == ours["metrics"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_gpt_has_the_figures_of_a_llama_with_its_weights(task: Path, tmp_path: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    tokenizer = train_tokenizer([path.read_text() for path in task.parent.iterdir()], 300)
+    config = GPTConfig(tokenizer.get_vocab_size(), dim=32, depth=2, num_heads=4, num_kv_heads=2, max_length=48)
+    own = LanguageModeling(config)
+    own.configure_model()
+    own.tokenizer_state = pack_tokenizer(tokenizer)
+    own.network.load_state_dict(build(config, scale=8.0).state_dict())
+    trainer = L.Trainer(**QUIET)
+    trainer.strategy.connect(own)
+    trainer.save_checkpoint(tmp_path / "gpt.ckpt")
+    names = ["sums", "texts", "written"]
+    arguments = ["--tasks", *names, "--include_path", str(task.parent), "--limit", "9", "--batch_size", "4"]
+    written = tmp_path / "found.json"
+    arguments += ["--device", "cpu", "--output", str(written), "--ckpt", str(tmp_path / "gpt.ckpt")]
+    assert main(["evaluate", *arguments]) == 0
+    ours = json.loads(written.read_text())["results"]
+    llama = as_llama(own.network).eval()
+    model = HFLM(llama, tokenizer=of_transformers(tokenizer), batch_size=1)
+    theirs = simple_evaluate(
+        model, tasks=names, limit=9, task_manager=TaskManager(include_path=str(task.parent)), log_samples=True
+    )
+    answers = {sample["filtered_resps"][0] for sample in theirs["samples"]["written"]}
+    assert len(answers) > 3
+    for name in names:
+        for metric, value in theirs["results"][name].items():
+            if isinstance(value, float) and "stderr" not in metric:
+                assert ours[name][metric] == pytest.approx(value, rel=1e-4), (name, metric)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -137,10 +204,13 @@ def test_training_and_random_states_do_not_change(task: Path, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_without_steps_each_validation_evaluates(task: Path, tmp_path: Path) -> None:
+def test_without_steps_each_validation_evaluates(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each process: lm-eval returns results in the first one only."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
     run = fitted(tmp_path, TaskEvaluation([str(task)], limit=4))
     assert len(logged(tmp_path)) == 2
     assert "eval/sums/acc" in run.callback_metrics
+    assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_wrong_arguments_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +239,14 @@ def test_an_unknown_task_and_another_network_are_named(task: Path, tmp_path: Pat
     with pytest.raises(ConfigurationError, match=r"there is no file .*nowhere.yaml"):
         fitted(tmp_path, TaskEvaluation([str(task.with_name("nowhere.yaml"))], every_n_steps=1))
     callback = TaskEvaluation([str(task)])
-    own = LanguageModeling(GPTConfig(32, dim=16, depth=1, num_heads=2, max_length=16))
-    own.configure_model()
-    with pytest.raises(ConfigurationError, match="lm-eval runs causal models of transformers, and this is a GPT"):
-        Harness([str(task)]).prepared("TaskEvaluation", own.network)
+    fields: Any = {"model_type": "llama", "vocab_size": 32, **SIZES}
+    reward = RewardModeling(CausalLMConfig(config_fields=fields))
+    reward.configure_model()
+    with pytest.raises(ConfigurationError, match="and our GPT, and this is a LlamaForSequenceClassification"):
+        Harness([str(task)]).prepared("TaskEvaluation", reward.network)
+    reward = RewardModeling(GPTConfig(32, dim=16, depth=1, num_heads=2, max_length=16))
+    reward.configure_model()
+    with pytest.raises(ConfigurationError, match="and this is a GPT without a head for tokens"):
+        Harness([str(task)]).prepared("TaskEvaluation", reward.network)
     with pytest.raises(ConfigurationError, match="LightningModule has no network"):
         callback.refuse(None, L.LightningModule())  # type: ignore[arg-type]

@@ -220,6 +220,18 @@ def unpack_tokenizer(packed: Mapping[str, Any]) -> Any:
         return _pretrained(folder)
 
 
+def of_transformers(tokenizer: Any) -> Any:
+    """Return a tokenizer as one of transformers. One of the tokenizers library ends texts by `END_OF_TEXT`."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    ends = {}
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        ends = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
+
+
 def save_tokenizer(packed: Mapping[str, Any], folder: str | Path) -> None:
     """Write a packed tokenizer as files that ``AutoTokenizer.from_pretrained`` loads.
 
@@ -227,14 +239,10 @@ def save_tokenizer(packed: Mapping[str, Any], folder: str | Path) -> None:
         ConfigurationError: If the name of a file leads out of the folder.
     """
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer.from_str(packed["json"])
     if "files" not in packed:
-        ends = {}
-        if backend.token_to_id(END_OF_TEXT) is not None:
-            ends = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-        PreTrainedTokenizerFast(tokenizer_object=backend, **ends).save_pretrained(str(folder))
+        of_transformers(backend).save_pretrained(str(folder))
         return
     root = Path(folder).resolve()
     for name, text in packed["files"].items():

@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -30,18 +31,10 @@ def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"num_kv_heads": None},
-        {"num_kv_heads": 1, "tie_embeddings": False, "constants": GPTConstants(rope_theta=500.0)},
-    ],
-)
-def test_is_the_function_of_an_independent_llama(changes: dict) -> None:
+def as_llama(ours: GPT) -> Any:
+    """Return a model of transformers with the weights of a GPT."""
     transformers = pytest.importorskip("transformers")
-    config = dataclasses.replace(SMALL, **changes)
-    ours = build(config)
+    config = ours.config
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=config.vocab_size,
@@ -76,6 +69,20 @@ def test_is_the_function_of_an_independent_llama(changes: dict) -> None:
             renamed = renamed.replace(old, new)
         state[renamed] = value
     theirs.load_state_dict(state)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_kv_heads": None},
+        {"num_kv_heads": 1, "tie_embeddings": False, "constants": GPTConstants(rope_theta=500.0)},
+    ],
+)
+def test_is_the_function_of_an_independent_llama(changes: dict) -> None:
+    ours = build(dataclasses.replace(SMALL, **changes))
+    theirs = as_llama(ours)
     ids = tokens(3, 40)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
