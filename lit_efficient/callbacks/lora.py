@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import Phase, Report, format_bytes
-from lit_efficient.errors import ConfigurationError, ConflictError, check_choice, check_number, diagnostic, refusal
+from lit_efficient.errors import (
+    ConfigurationError,
+    ConflictError,
+    check_choice,
+    check_number,
+    diagnostic,
+    listed,
+    refusal,
+)
 from lit_efficient.internals.lightning_strategies import readers, traits_of
 from lit_efficient.internals.torch_optimizers import HOOKS, foreach_add_, foreach_copy_, foreach_mul_
 from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
@@ -51,6 +59,7 @@ from lit_efficient.mechanisms.adapters.targets import (
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows
+from lit_efficient.models.probes.read_weights import read_elsewhere
 from lit_efficient.surgery import call_layers, count, expert_stacks, inner_optimizer, local, match_modules, weights_wait
 from lit_efficient.traits import Trait
 
@@ -65,9 +74,9 @@ class LoRA(AdapterTechnique):
     Args:
         rank: Rank r of the adapters, at least 1.
         alpha: Numerator of the scale s, above 0.
-        targets: Layers that get adapters. ``all-linear`` means all linear layers without the output head, and
-            ``all-linear+experts`` also the stacked weights of experts. Otherwise regular expressions for the ends of
-            dotted names, such as ``experts.down_proj``.
+        targets: Layers that get adapters. ``all-linear`` means all linear layers except the output head and layers
+            whose weight other code reads (Mamba's ``dt_proj``). ``all-linear+experts`` also means the stacked weights
+            of experts. Otherwise regular expressions for the ends of dotted names, such as ``experts.down_proj``.
         dropout: Dropout rate on the input of the adapters, at least 0 and below 1.
         variant: ``lora`` is the formula above. ``rslora`` scales by alpha / sqrt(r). ``dora`` trains directions and
             magnitudes separately. ``pissa`` starts from the r largest singular values of the weight and their vectors.
@@ -153,6 +162,7 @@ class LoRA(AdapterTechnique):
         self.start_from = start_from
         self.beside = beside
         self._capacity_reported = False
+        self._read: list[str] = []  # names of linear layers without an adapter, whose weights other code reads
         self._fields_beside: dict[str, Any] = {}  # the arguments of the adapters in ``beside``, by name
         for name, given in (beside or {}).items():
             fields = read_adapter(given)[0] if isinstance(given, str) else given
@@ -197,6 +207,9 @@ class LoRA(AdapterTechnique):
         others: Sequence[str] = []
         if self.targets in (ALL_LINEAR, WITH_EXPERTS):
             others = other_targets(module)
+            read = read_elsewhere(module)
+            self._read = [name for name, _ in targets if name in read]
+            targets = [(name, part) for name, part in targets if name not in read]
         self._check_targets(targets, experts, others, weights_wait(module))
         for part in module.modules():
             if is_bitsandbytes(part):
@@ -380,6 +393,9 @@ class LoRA(AdapterTechnique):
         if left:
             summary += f"; {count(left):,} parameters of experts have no adapter (see targets='{WITH_EXPERTS}')"
         if self.targets in (ALL_LINEAR, WITH_EXPERTS):
+            if self._read:
+                summary += f"; {len(self._read)} layers have no adapter, because other code reads their weights: "
+                summary += listed(self._read)
             convolutions = other_targets(module, ["conv2d"])
             if convolutions:
                 summary += f"; convolutions have no adapter unless they are named: targets={convolutions}"

@@ -9,11 +9,9 @@ Costs: dequantisation in each forward and backward pass; rounding errors of the 
 Source: Dettmers et al. (2023), https://arxiv.org/abs/2305.14314; int8: https://arxiv.org/abs/2208.07339; bitsandbytes
 """
 
-import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
-from functools import partial
+from collections.abc import Container
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +39,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
 )
 from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.models.networks.grouped_linear import ExpertLinear
-from lit_efficient.models.probes.read_weights import cast_to, read_layers
+from lit_efficient.models.probes.read_weights import cast_to, is_linear, read_elsewhere
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern, weights_wait
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
@@ -50,10 +48,11 @@ from lit_efficient.traits import Trait
 class QuantizeBase(CheckpointHooks, Technique):
     """Store the weights of linear layers in 4 or 8 bits and freeze them. Add ``LoRA`` to train adapters (QLoRA).
 
-    Quantised are ``nn.Linear``, GPT-2's ``Conv1D`` and layers of ``MixtureOfExperts``. Names stay the same. Quantised
-    checkpoints and checkpoints of the float base can be loaded; the latter are quantised while loading. Not changed are
-    layers that share their weight with another layer, and layers whose weight other modules read, to multiply by it
-    (Mamba's ``dt_proj``) or to cast to its type (T5's ``wo``).
+    Quantised are ``nn.Linear`` and layers that compute the same (Falcon's, GPT-2's ``Conv1D``), and layers of
+    ``MixtureOfExperts``. Names stay the same. Quantised checkpoints and checkpoints of the float base can be loaded;
+    the latter are quantised while loading. Not changed are layers that share their weight with another layer, and
+    layers whose weight other modules read, to multiply by it (Mamba's ``dt_proj``) or to cast to its type (T5's
+    ``wo``).
 
     If no technique acts earlier, ``LanguageModeling`` quantises each layer of a base as soon as it is read from a file,
     on the run's device, so that at most one layer is in memory as floats. A model that transformers has already loaded
@@ -171,8 +170,7 @@ class QuantizeBase(CheckpointHooks, Technique):
 
     def _read_elsewhere(self, module: nn.Module) -> list[str]:
         """Return the names of linear layers whose weight other modules read."""
-        read = {f"{prefix}{name}" for prefix, make in _recipes(module) for name in read_layers(make)}
-        read |= set(cast_to(module))
+        read = {*read_elsewhere(module), *cast_to(module)}
         return [n for n, part in module.named_modules() if n in read and _is_linear(part) and not self._skips(n)]
 
     def _quantized(self, linear: Any, device: torch.device | None = None) -> Any:
@@ -266,13 +264,4 @@ def _is_transposed(part: nn.Module) -> bool:
 
 
 def _is_linear(part: nn.Module) -> bool:
-    return type(part) in (nn.Linear, ExpertLinear) or is_conv1d(part)
-
-
-def _recipes(module: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """Yield the name prefix of each causal model of transformers in a module, and a function that builds it again."""
-    for name, part in module.named_modules():
-        if callable(getattr(part, "prepare_inputs_for_generation", None)):
-            kinds = [kind for kind in type(part).__mro__ if kind.__module__.startswith("transformers.models.")]
-            if kinds:
-                yield f"{name}." if name else "", partial(kinds[0], copy.deepcopy(part.config))
+    return is_linear(part) or type(part) is ExpertLinear or is_conv1d(part)

@@ -18,6 +18,7 @@ from lit_efficient import (
     ConfigurationError,
     LoRA,
     Phase,
+    QuantizeBase,
     ReplaceHead,
     Report,
     Technique,
@@ -25,6 +26,7 @@ from lit_efficient import (
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import overrides
 from lit_efficient.mechanisms.adapters.disabled import disabled
+from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.models.probes.silent_layers import Watched
 from tests.contract.table import CASES, network_of
 from tests.mechanisms.adapters.decoders import Language
@@ -334,9 +336,39 @@ def test_optimizers_may_take_turns_through_each_others_layers() -> None:
 def test_fused_kernels_of_state_space_models_are_such_a_case() -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
     with pytest.raises(ConfigurationError, match=r"first that of 'network\.backbone\.layers\.0\.mixer\.dt_proj'"):
-        trainer([LoRA()], max_steps=2).fit(Language(transformers.MambaForCausalLM(config)))
+        trainer([LoRA(targets=["dt_proj"])], max_steps=2).fit(Language(transformers.MambaForCausalLM(config)))
     wanted = LoRA(targets=["in_proj", "x_proj", "out_proj"])
     trainer([wanted], max_steps=1).fit(Language(transformers.MambaForCausalLM(config)))
+    module = Language(transformers.MambaForCausalLM(config))
+    trainer([LoRA()], max_steps=1).fit(module)
+    adapted = {name.rpartition(".")[2] for name, part in module.named_modules() if hasattr(part, "lora_A")}
+    assert adapted == {"in_proj", "x_proj"}  # fused kernels read the weight of out_proj
+
+
+def test_layers_of_other_classes_that_compute_a_product_are_like_linear_layers() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    network = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).eval()
+    before = copy.deepcopy(network)
+    ids = torch.arange(12)[None]
+    report = QuantizeBase("int4", group_size=16).transform(network)
+    assert len(report.modules) == 4
+    assert all(is_quantized(network.get_submodule(name)) for name in report.modules)
+    with torch.no_grad():
+        expected, got = (model(ids, use_cache=False).logits for model in (before, network))
+    assert (got - expected).norm() < 0.25 * expected.norm()
+    report = LoRA().transform(network)
+    assert len(report.modules) == 4
+
+
+def test_routers_that_derive_from_linear_layers_have_no_adapter() -> None:
+    """Llama 4's return scores and logits."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32}
+    config = transformers.Llama4TextConfig(**sizes, num_local_experts=2, pad_token_id=0)
+    module = Language(transformers.Llama4ForCausalLM(config))
+    trainer([LoRA()], max_steps=1).fit(module)
+    adapted = {name.rpartition(".")[2] for name, part in module.named_modules() if hasattr(part, "lora_A")}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])

@@ -15,6 +15,7 @@ Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/231
 https://arxiv.org/abs/2404.02948, DoRA https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +31,7 @@ from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
 from lit_efficient.models.networks.grouped_linear import GroupedLayer
-from lit_efficient.surgery import home_of, in_autocast_dtype, mix_in
+from lit_efficient.surgery import home_of, in_autocast_dtype, mix_in, unmixed
 
 VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")
 OWN = "default"  # name of the adapter that trains, if the layer has several
@@ -314,12 +315,13 @@ def kind_of(module: nn.Module) -> str | None:
     """Return the kind of a layer: ``linear``, ``conv1d`` (GPT-2's), ``conv2d`` or ``embedding``.
 
     Return None for modules that cannot be adapted. ``nn.MultiheadAttention.out_proj`` is one of them, because the
-    attention reads its weight and never calls its ``forward``.
+    attention reads its weight and never calls its ``forward``. Others are routers that derive from ``nn.Linear`` and
+    return several tensors, as Llama 4's.
     """
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear | GroupedLayer):
         return None
     if isinstance(module, nn.Linear):
-        return "linear"
+        return "linear" if _returns_rows(module) else None
     if isinstance(module, nn.Conv2d) and module.groups == 1:
         return "conv2d"
     if isinstance(module, nn.Embedding) and module.max_norm is None:
@@ -327,6 +329,22 @@ def kind_of(module: nn.Module) -> str | None:
     if is_conv1d(module):
         return "conv1d"
     return None
+
+
+_RETURNS: dict[type, bool] = {}  # result of the trial of each class
+
+
+def _returns_rows(layer: nn.Linear) -> bool:
+    """Return whether a layer maps ``[N, in]`` to ``[N, out]``, found by a trial if its class is not PyTorch's."""
+    kind = unmixed(layer)
+    if kind is nn.Linear or is_quantized(layer):
+        return True
+    if kind not in _RETURNS:
+        _RETURNS[kind] = True  # a layer that cannot be tried is adapted
+        with torch.no_grad(), contextlib.suppress(Exception):
+            y = kind.forward(layer, layer.weight.new_zeros(2, layer.in_features))
+            _RETURNS[kind] = isinstance(y, Tensor) and y.shape == (2, layer.out_features)
+    return _RETURNS[kind]
 
 
 _MIXINS: dict[str, type[LowRank]] = {

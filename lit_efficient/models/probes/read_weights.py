@@ -7,13 +7,16 @@ network on the meta device, which holds no numbers, finds such reads. Other mode
 
 import ast
 import contextlib
+import copy
 import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -40,6 +43,45 @@ class _Noted(Watched):
         return parameter
 
 
+def is_linear(part: nn.Module) -> bool:
+    """Return whether a layer is ``nn.Linear``, or of a class derived from it that computes the same."""
+    return isinstance(part, nn.Linear) and _computes_linear(type(part))
+
+
+@functools.cache
+def _computes_linear(kind: type[nn.Linear]) -> bool:
+    """Return whether the forward of a class computes ``x W^T + b`` from the attributes of ``nn.Linear`` alone.
+
+    Falcon's layers do. Routers return several tensors, and layers of other packages store other weights.
+    """
+    if issubclass(kind, nn.modules.linear.NonDynamicallyQuantizableLinear):  # attention reads its weight
+        return False
+    if kind is nn.Linear:
+        return True
+    draw = torch.Generator().manual_seed(0)
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
+        layer = nn.Linear(6, 4)
+        layer.__class__ = kind
+        x = torch.randn(2, 3, 6, generator=draw)
+        y: Any = layer(x)
+        return bool(torch.allclose(y, F.linear(x, layer.weight, layer.bias), atol=1e-5))
+    return False
+
+
+def read_elsewhere(module: nn.Module) -> list[str]:
+    """Return the names of the linear layers in a module whose weight its causal language models read themselves."""
+    return [f"{prefix}{name}" for prefix, make in _recipes(module) for name in read_layers(make)]
+
+
+def _recipes(module: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """Yield the name prefix of each causal model of transformers in a module, and a function that builds it again."""
+    for name, part in module.named_modules():
+        if callable(getattr(part, "prepare_inputs_for_generation", None)):
+            kinds = [kind for kind in type(part).__mro__ if kind.__module__.startswith("transformers.models.")]
+            if kinds:
+                yield f"{name}." if name else "", partial(kinds[0], copy.deepcopy(part.config))
+
+
 def read_layers(make: Callable[[], nn.Module]) -> list[str]:
     """Return the names of the linear layers whose weight a causal language model reads outside of the layer's forward.
 
@@ -50,7 +92,7 @@ def read_layers(make: Callable[[], nn.Module]) -> list[str]:
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad(), _Guessing():
         network = make()
-        layers = {name: part for name, part in network.named_modules() if type(part) is nn.Linear}
+        layers = {name: part for name, part in network.named_modules() if is_linear(part)}
         for part in layers.values():
             mix_in(part, _Noted, _read=False)
         for training in (True, False):
