@@ -101,6 +101,10 @@ def _fixed(config: Any, family: Family) -> Iterator[tuple[str, Any, tuple[Any, .
         largest = {"gemma2": 46, "gemma3": 62}[family.name]  # layers of the model of 27B, whose scale is another one
         scalar = config.hidden_size // config.num_attention_heads if config.num_hidden_layers == largest else head
         yield "query_pre_attn_scalar", config.query_pre_attn_scalar, (scalar,)
+    if family.name == "gemma2":
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if get(name) is None:  # llama.cpp takes the bounds of the released models
+                yield name, None, ("a number",)
     if family.name == "smollm3":
         layers = [int((i + 1) % 4 != 0) for i in range(config.num_hidden_layers)]
         yield "no_rope_layers", config.no_rope_layers, (layers,)

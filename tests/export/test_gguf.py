@@ -179,6 +179,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("llama", {"hidden_act": "gelu"}, r"llama.cpp's llama has no hidden_act='gelu' \(only 'silu'"),
     "biases": ("qwen3", {"attention_bias": True}, r"qwen3 has no attention_bias=True"),
     "scale": ("gemma2", {"query_pre_attn_scalar": 100}, r"gemma2 has no query_pre_attn_scalar=100 \(only 256\)"),
+    "bound": ("gemma2", {"attn_logit_softcapping": None}, r"gemma2 has no attn_logit_softcapping=None \(only 'a num"),
     "head": ("gemma2", {"tie_word_embeddings": False}, r"gemma2 has no tie_word_embeddings=False"),
     "experts": ("qwen3_moe", {"norm_topk_prob": False}, r"qwen3moe has no norm_topk_prob=False"),
     "dynamic": (
