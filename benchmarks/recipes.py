@@ -42,12 +42,12 @@ def planned(recipe: Recipe) -> Plan:
 def cells() -> list[Recipe]:
     """Return a recipe without a peak for each model, method and batch size that may fit on the largest card."""
     return [
-        Recipe(name, shape["family"], method, LENGTH, batch, 0)
+        Recipe(name, shape["family"], method, LENGTH, batch, 0, tuple(shape.get("frozen", ())))
         for name, shape in SHAPES.items()
         for method in CONFIGS
         for batch in BATCHES
         if LEAST[method] * shape["parameters"] <= MOST
-        # The stacked weights of experts stay as they are.
+        # QuantizeBase does not change the stacked weights of experts.
         and not (method == "qlora" and "num_local_experts" in shape["config"])
     ]
 
@@ -71,7 +71,10 @@ def write(peaks: dict[tuple[str, str, int], int]) -> None:
     for cell in cells():
         peak = peaks.get((cell.model, cell.method, cell.batch_size))
         if peak is not None:
-            rows.append(json.dumps({**vars(cell), "peak": peak}))
+            row = {**vars(cell), "peak": peak}
+            if not cell.frozen:
+                del row["frozen"]
+            rows.append(json.dumps(row))
     TABLE.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from lit_efficient.errors import parse_bytes
 from lit_efficient.files import configs
-from lit_efficient.files.recipes import USABLE, Recipe, fitting
+from lit_efficient.files.recipes import USABLE, Recipe, fitting, recipes
 
 _TITLES = {
     "tasks": "complete runs",
@@ -62,12 +62,15 @@ def recipe_lines(found: Sequence[Recipe], memory: str) -> Iterator[str]:
     if not found:
         yield f"no recipe fits in {memory}; `plan -c llm/recipe` plans other models, row lengths and techniques"
         return
+    planned = {(recipe.model, recipe.method) for recipe in recipes()}
     for (family, model), group in itertools.groupby(found, lambda recipe: (recipe.family, recipe.model)):
         yield f"{family}: {model}"
         for recipe in group:
             rows = f"{recipe.batch_size} x {recipe.max_length:,} tokens"
             yield f"  {recipe.method:<6} {rows:<18} planned peak {recipe.peak / 1e9:.1f} GB"
             yield f"    {command(recipe)}"
+        if (model, "qlora") not in planned:
+            yield "  qlora  not planned: QuantizeBase does not change stacked weights of experts, most of this model"
     yield ""
     yield "full: all weights; lora: adapters; qlora: adapters on a base in 4 bits. Write your rows to data/train.jsonl,"
     yield f"or add --data.train PATH. Planned peaks are at most {USABLE:.0%} of the memory. With `plan` for `fit`,"

@@ -30,6 +30,7 @@ class Recipe:
         max_length: Tokens of a row.
         batch_size: Rows of a batch.
         peak: Planned peak of device memory in bytes.
+        frozen: Parts that do not train, such as the vision tower of a model that reads texts alone.
     """
 
     model: str
@@ -38,11 +39,14 @@ class Recipe:
     max_length: int
     batch_size: int
     peak: int
+    frozen: tuple[str, ...] = ()
 
     def options(self) -> list[str]:
         """Return the options of ``fit``, ``plan`` and ``preview``."""
         words = [word for name in CONFIGS[self.method] for word in ("-c", name)]
         settings: dict[str, object] = {"model.model.name_or_path": self.model, "data.tokenizer": self.model}
+        if self.frozen:
+            settings["model.model.frozen"] = json.dumps(self.frozen)
         if self.batch_size > 1:
             settings["data.batch_size"] = self.batch_size
             settings["trainer.accumulate_grad_batches"] = ROWS_OF_STEP // self.batch_size
@@ -53,7 +57,8 @@ class Recipe:
 
 def recipes() -> list[Recipe]:
     """Return all recipes, sorted by family, size of the model, method and batch size."""
-    return [Recipe(**row) for row in json.loads(TABLE.read_text("utf-8"))]
+    rows = json.loads(TABLE.read_text("utf-8"))
+    return [Recipe(**{**row, "frozen": tuple(row.get("frozen", ()))}) for row in rows]
 
 
 def fitting(memory: int) -> list[Recipe]:

@@ -89,11 +89,26 @@ def test_the_list_of_a_card_has_whole_commands(capsys: pytest.CaptureFixture[str
     commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("    python ")]
     found = fitting(24_000_000_000)
     assert commands == [["python", "-m", "lit_efficient", "fit", *recipe.options()] for recipe in found]
-    assert max(map(len, printed.splitlines())) < 220
+    assert max(map(len, printed.splitlines())) < 300
     assert main(["configs", "--for", "24GB", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert [shlex.split(entry["command"]) for entry in entries] == commands
     assert [entry["peak"] for entry in entries] == [recipe.peak for recipe in found]
+
+
+def test_a_method_that_is_not_planned_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs", "--for", "80GB"]) == 0
+    models = capsys.readouterr().out.split("\n\n")[0].split("\nGPT-OSS: ")
+    assert [part.count("not planned: QuantizeBase does not change stacked weights of experts") for part in models] == [
+        0,
+        1,
+    ]
+
+
+def test_a_recipe_of_texts_for_a_model_of_images_freezes_its_vision_tower() -> None:
+    [recipe] = [one for one in KNOWN if label(one) == "gemma-3-4b-pt-lora-1"]
+    parts: Any = Parts(args=["fit", *recipe.options(), "--trainer.accelerator=cpu"])
+    assert parts.model.model.frozen == ["vision_tower", "multi_modal_projector"]
 
 
 def test_a_size_is_needed_and_may_be_too_small(capsys: pytest.CaptureFixture[str]) -> None:

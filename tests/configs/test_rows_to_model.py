@@ -18,7 +18,7 @@ COMMANDS = [
     shlex.split(line)[3:]
     for block in README.split("```bash\n")[1:]
     for line in block.split("```")[0].splitlines()
-    if "llm/lora" in line
+    if "llm/recipe" in line
 ]
 TOOLS = [
     {
@@ -68,7 +68,9 @@ def test_rows_become_a_merged_model_and_a_gguf_file(
     fit = [*COMMANDS[0], "--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--data.num_workers", "0"]
     if kind == "rendered":
         fit += ["--data.chat.rendered", "true"]
-    assert main([*fit, "--without", "SampleText", "--without", "ThroughputBar"]) == 0
+    fit += ["--trainer.accelerator", "cpu", "--model.warmup_steps", "0", "--trainer.accumulate_grad_batches", "1"]
+    # States in 8 bits need 4,096 weights.
+    assert main([*fit, "--without", "LowBitOptimizer", "--without", "ThroughputBar"]) == 0
     assert main(COMMANDS[1]) == 0
     merged = AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained("BASE", dtype=torch.float32)
