@@ -39,7 +39,7 @@ def model_card(checkpoint: Checkpoint, path: Path, format: str, base: str | None
     if format in _LIBRARIES:
         head["library_name"] = _LIBRARIES[format]
     if "language_modeling" in checkpoint:
-        head["pipeline_tag"] = "text-generation"
+        head["pipeline_tag"] = _pipeline(checkpoint)
     is_on_hub = base is not None and base.count("/") == 1 and not Path(base).exists()
     if is_on_hub:
         head["base_model"] = base
@@ -56,6 +56,19 @@ def model_card(checkpoint: Checkpoint, path: Path, format: str, base: str | None
     table = "".join(f"| {name} | {_cell(value)} |\n" for name, value in rows)
     front = yaml.safe_dump(head, sort_keys=True, allow_unicode=True)
     return f"---\n{front}---\n\n# {path.parent.parent.name or path.stem}\n\n{said}\n\n| | |\n| --- | --- |\n{table}"
+
+
+def _pipeline(checkpoint: Checkpoint) -> str:
+    """Return the Hugging Face hub's name of what the model of a task does."""
+    about = checkpoint["language_modeling"]
+    if about.get("task") == "TextLabelling":
+        tags = checkpoint.get("hyper_parameters", {}).get("labels") == "tags"
+        return "token-classification" if tags else "text-classification"
+    if "processor" in (about.get("tokenizer") or {}):
+        return "image-text-to-text"
+    return {"TextEmbedding": "sentence-similarity", "RewardModeling": "text-classification"}.get(
+        about.get("task"), "text-generation"
+    )
 
 
 def licence_of(base: str | None) -> str | None:

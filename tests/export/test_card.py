@@ -81,6 +81,23 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     assert licence_of(str(tmp_path)) is None
 
 
+@pytest.mark.parametrize(
+    ("task", "arguments", "expected"),
+    [
+        ("Preference", {}, "text-generation"),
+        ("RewardModeling", {}, "text-classification"),
+        ("TextEmbedding", {}, "sentence-similarity"),
+        ("TextLabelling", {"labels": "class"}, "text-classification"),
+        ("TextLabelling", {"labels": "tags"}, "token-classification"),
+        ("LanguageModeling", {"processor": {}}, "image-text-to-text"),
+    ],
+)
+def test_the_hub_is_told_what_a_model_does(task: str, arguments: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    about = {"task": task, "tokenizer": arguments}
+    checkpoint = {**CHECKPOINT, "language_modeling": about, "hyper_parameters": arguments}
+    assert front(model_card(checkpoint, tmp_path / "a.ckpt", "merged", None, "Said."))["pipeline_tag"] == expected
+
+
 def test_a_merged_model_in_shards_is_the_same_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
