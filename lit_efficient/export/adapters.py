@@ -287,7 +287,7 @@ def _gguf(source: _Source, check: bool, type: str) -> _Export:
             if not any(Path(place).iterdir()):
                 tokenizer_of_base(whole.base, Path(place))
             model.config.save_pretrained(place)
-            samples.update(ids_of(Path(place)))
+            samples.update(ids_of(Path(place), model.config.vocab_size))
             tokenizer = partial(write_tokenizer, folder=Path(place), rows=model.config.vocab_size, stop=stop)
             title = f"{Path(whole.base or source.path).stem} fine-tuned"
             write_model(model, folder / name, type, family_of(model.config), title, tokenizer)

@@ -42,8 +42,12 @@ def write_tokenizer(writer: Any, folder: Path, rows: int, stop: Sequence[int]) -
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
-    if len(tokenizer) > rows:
-        raise ConfigurationError(f"export: the tokenizer has {len(tokenizer)} tokens, and the model {rows} rows")
+    for token in whole["added_tokens"]:
+        if token["lstrip"] or token["rstrip"] or token["single_word"]:
+            raise ConfigurationError(
+                f"export: llama.cpp has no tokens with lstrip, rstrip or single_word, as {token['content']!r} of the "
+                "tokenizer is: use format merged"
+            )
     is_bytes = _is_byte_level(whole)
     if whole["model"]["type"] != "BPE" or not (is_bytes or whole["model"].get("byte_fallback")):
         raise ConfigurationError(
@@ -109,7 +113,7 @@ def _is_byte_level(whole: Mapping[str, Any]) -> bool:
 
 
 def _tokens(whole: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """Return the token of each row and its type. Rows without a token are unused."""
+    """Return the token of each row and its type. Rows without a token are unused, and tokens without a row left out."""
     tokens = [f"[PAD{i}]" for i in range(rows)]
     types = [_UNUSED] * rows
     unknown = whole["model"].get("unk_token")
@@ -122,6 +126,8 @@ def _tokens(whole: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
         elif fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             types[index] = _BYTE
     for added in whole["added_tokens"]:
+        if added["id"] >= rows:
+            continue
         tokens[added["id"]] = added["content"]
         if types[added["id"]] != _UNKNOWN:
             types[added["id"]] = _CONTROL if added["special"] else _USER
@@ -162,14 +168,18 @@ def tokenizer_of_base(base: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def ids_of(folder: Path) -> dict[str, list[int]]:
-    """Return token ids of texts by the tokenizer in a folder. llama.cpp does not normalise texts, so that these are."""
+def ids_of(folder: Path, rows: int) -> dict[str, list[int]]:
+    """Return token ids below ``rows`` of texts by the tokenizer in a folder.
+
+    llama.cpp does not normalise texts, so that these are normalised.
+    """
     tokenizer = read_tokenizer(str(folder))
-    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    special = [token.content for index, token in tokenizer.added_tokens_decoder.items() if index < rows]
     texts = [
         *PROBE.splitlines(),
         PROBE.replace("\r", ""),
         "a".join(["", *special, ""]),
+        " ".join(special),
         "In 1984, 12 monkeys\n\tfoo(bar)",
     ]
     texts = [unicodedata.normalize("NFC", text) for text in texts]

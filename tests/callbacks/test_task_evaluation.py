@@ -92,7 +92,7 @@ def module() -> Any:
     tokenizer = make("smollm2")
     fields: Any = {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 64, **SIZES}
     made = LanguageModeling(CausalLMConfig(config_fields=fields), learning_rate=0.5, warmup_steps=1)
-    made.tokenizer_state = pack_tokenizer(tokenizer, range(100, 200))  # tokens at which an export stops
+    made.tokenizer_state = pack_tokenizer(tokenizer)
     return made
 
 
@@ -189,6 +189,20 @@ def test_our_gpt_has_the_figures_of_a_llama_with_its_weights(task: Path, tmp_pat
         for metric, value in theirs["results"][name].items():
             if isinstance(value, float) and "stderr" not in metric:
                 assert ours[name][metric] == pytest.approx(value, rel=1e-4), (name, metric)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_texts_end_at_the_stop_tokens_of_a_checkpoint(task: Path) -> None:
+    made = module()
+    made.configure_model()
+    calls: list[int] = []
+    made.network.register_forward_hook(lambda *_: calls.append(1))
+    for stop, expected in (((), 12), (range(made.network.config.vocab_size), 1)):
+        settings = made.network.generation_config
+        calls.clear()
+        Harness([str(task.with_name("written.yaml"))], limit=8).run("evaluate", made.network, made.tokenizer, stop)
+        assert len(calls) == expected
+        assert made.network.generation_config is settings
 
 
 @pytest.mark.filterwarnings("ignore")

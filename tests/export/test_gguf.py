@@ -153,6 +153,37 @@ def test_a_trained_adapter_becomes_a_file_for_llama_cpp(tmp_path: Path, capsys: 
     assert factors[-1] == 8.0
 
 
+def test_a_token_of_the_base_without_a_row_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma 3's small models have none for the token of images in their tokenizer."""
+    pytest.importorskip("gguf")
+    from transformers import AutoTokenizer
+
+    tokenizer = base_of("qwen2.5", tmp_path / "base")
+    rows = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    tokenizer.save_pretrained(tmp_path / "base")
+    checkpoint = trained(tmp_path, "qwen2.5", [LoRA(rank=2)])
+    assert export([str(checkpoint), "--format", "gguf", "--output", str(tmp_path / "out")]) == 0
+    assert "token ids of" in capsys.readouterr().err
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model-f16.gguf")
+    assert len(theirs) == rows
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "base")) == rows + 1
+
+
+def test_a_token_that_takes_the_spaces_around_it_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tokenizers import AddedToken
+
+    tokenizer = make("smollm2")
+    tokenizer.add_tokens([AddedToken("<left>", lstrip=True)])
+    network = model("llama", tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    network.config.save_pretrained(tmp_path)
+    keys = partial(write_tokenizer, folder=tmp_path, rows=network.config.vocab_size, stop=[])
+    with pytest.raises(ConfigurationError, match="lstrip, rstrip or single_word, as '<left>' of the tokenizer is"):
+        write_model(network, tmp_path / "a.gguf", "f16", FAMILIES["llama"], "toy", keys)
+
+
 def test_the_check_finds_other_weights_and_other_ids(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     for name in ("llama", "smollm3"):

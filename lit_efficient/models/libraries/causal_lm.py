@@ -7,6 +7,7 @@ Costs: the model's memory, 4, 2 or about 0.5 bytes per parameter in float32, bfl
 Source: https://huggingface.co/docs/transformers/main/en/main_classes/model.
 """
 
+import contextlib
 import copy
 import inspect
 import json
@@ -43,7 +44,7 @@ from lit_efficient.models.libraries.config_fields import (
     files_variant,
     library_errors,
 )
-from lit_efficient.models.libraries.gguf_file import is_gguf, read_model, stored_config
+from lit_efficient.models.libraries.gguf_file import is_gguf, read_model, read_tokenizer, stored_config
 from lit_efficient.models.probes.read_weights import read_layers
 from lit_efficient.surgery import NEW_ROWS, WAITS, match_parameters
 
@@ -270,7 +271,7 @@ def build(
     kind = head.auto_class(config)
     vocab_size = (from_data or {}).get("vocab_size")
     rows = _embedded(config, head, vocab_size or 0)
-    grows = vocab_size is not None and vocab_size > rows
+    grows = vocab_size is not None and vocab_size > rows and not _has_tokens_without_rows(spec, vocab_size)
     if grows and not (spec.resize_vocabulary and not spec.draws_weights):
         raise ConfigurationError(
             f"CausalLMConfig: the data has {vocab_size} token ids, the model {rows}: use the model's own tokenizer, or "
@@ -340,6 +341,18 @@ def stored_folder(spec: CausalLMConfig) -> Path:
 
     wanted = ["*.safetensors", "*.json"]
     return Path(snapshot_download(str(spec.name_or_path), revision=spec.revision, allow_patterns=wanted))
+
+
+def _has_tokens_without_rows(spec: CausalLMConfig, number: int) -> bool:
+    """Return whether the base's own tokenizer has ``number`` tokens, more than the base has rows.
+
+    Tokenizers of small models may have tokens that only larger ones of the family know: Gemma 3's that of images.
+    """
+    if spec.resize_vocabulary or spec.draws_weights:
+        return False
+    with contextlib.suppress(OSError, ValueError, ImportError):
+        return len(read_tokenizer(spec.name_or_path or "", revision=spec.revision)) >= number
+    return False
 
 
 def build_empty(spec: CausalLMConfig, from_data: Mapping[str, int] | None = None) -> "PreTrainedModel | None":
