@@ -341,7 +341,7 @@ def _returns_rows(layer: nn.Linear) -> bool:
         return True
     if kind not in _RETURNS:
         _RETURNS[kind] = True  # a layer that cannot be tried is adapted
-        with torch.no_grad(), contextlib.suppress(Exception):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
             y = kind.forward(layer, layer.weight.new_zeros(2, layer.in_features))
             _RETURNS[kind] = isinstance(y, Tensor) and y.shape == (2, layer.out_features)
     return _RETURNS[kind]

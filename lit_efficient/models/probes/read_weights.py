@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lit_efficient.internals.torch_dispatch import no_dispatch_modes
 from lit_efficient.models.probes.silent_layers import Watched
 from lit_efficient.surgery import mix_in
 
@@ -59,7 +60,13 @@ def _computes_linear(kind: type[nn.Linear]) -> bool:
     if kind is nn.Linear:
         return True
     draw = torch.Generator().manual_seed(0)
-    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
+    with (
+        no_dispatch_modes(),
+        torch.device("cpu"),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        contextlib.suppress(Exception),
+    ):
         layer = nn.Linear(6, 4)
         layer.__class__ = kind
         x = torch.randn(2, 3, 6, generator=draw)
