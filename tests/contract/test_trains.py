@@ -336,7 +336,9 @@ def test_optimizers_may_take_turns_through_each_others_layers() -> None:
 def test_fused_kernels_of_state_space_models_are_such_a_case() -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
     with pytest.raises(ConfigurationError, match=r"first that of 'network\.backbone\.layers\.0\.mixer\.dt_proj'"):
-        trainer([LoRA(targets=["dt_proj"])], max_steps=2).fit(Language(transformers.MambaForCausalLM(config)))
+        trainer([LoRA(targets=["in_proj", "dt_proj"])], max_steps=2).fit(
+            Language(transformers.MambaForCausalLM(config))
+        )
     wanted = LoRA(targets=["in_proj", "x_proj", "out_proj"])
     trainer([wanted], max_steps=1).fit(Language(transformers.MambaForCausalLM(config)))
     module = Language(transformers.MambaForCausalLM(config))
