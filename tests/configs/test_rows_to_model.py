@@ -69,6 +69,7 @@ def test_rows_become_a_merged_model_and_a_gguf_file(
     if kind == "rendered":
         fit += ["--data.chat.rendered", "true"]
     fit += ["--trainer.accelerator", "cpu", "--model.warmup_steps", "0", "--trainer.accumulate_grad_batches", "1"]
+    fit += ["--data.max_length", "512"]  # of the tiny base
     # States in 8 bits need 4,096 weights.
     assert main([*fit, "--without", "LowBitOptimizer", "--without", "ThroughputBar"]) == 0
     assert main(COMMANDS[1]) == 0
