@@ -336,7 +336,7 @@ _RETURNS: dict[type, bool] = {}  # result of the trial of each class
 
 def _returns_rows(layer: nn.Linear) -> bool:
     """Return whether a layer maps ``[N, in]`` to ``[N, out]``, found by a trial if its class is not PyTorch's."""
-    kind = unmixed(layer)
+    kind: Any = unmixed(layer)
     if kind is nn.Linear or is_quantized(layer):
         return True
     if kind not in _RETURNS:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_list, check_number, listed
 from lit_efficient.internals.hugging_face import stopping_at
-from lit_efficient.models.generation.batched import continue_rows
+from lit_efficient.models.generation.batched import generate
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.models.probes.modes import evaluating
@@ -217,16 +217,16 @@ class _Causal(nn.Module):
         rows = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask)]
         seeds = torch.randint(2**31, (len(rows),), device="cpu").tolist()
         endings = [criterion.sequence for criterion in stopping_criteria]
-        added = continue_rows(
+        samples = generate(
             self.network,
             rows,
             max_length - input_ids.shape[1],
             sampling=Sampling(**{"top_p": 1.0, **settings, "temperature": temperature if do_sample else 0.0}),
-            generators=[torch.Generator(self.device).manual_seed(seed) for seed in seeds],
+            seeds=seeds,
             stop=self.stop,
             written=lambda _, ids: any(ending in self.tokenizer.decode(ids) for ending in endings),
         )
-        new = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in added], True, pad_token_id)
+        new = nn.utils.rnn.pad_sequence([torch.tensor(one.tokens) for one in samples], True, pad_token_id)
         return torch.cat((input_ids, new.to(input_ids)), 1)
 
 

@@ -46,7 +46,8 @@ class _Noted(Watched):
 
 def is_linear(part: nn.Module) -> bool:
     """Return whether a layer is ``nn.Linear``, or of a class derived from it that computes the same."""
-    return isinstance(part, nn.Linear) and _computes_linear(type(part))
+    kind: Any = type(part)
+    return isinstance(part, nn.Linear) and _computes_linear(kind)
 
 
 @functools.cache
