@@ -59,7 +59,6 @@ from lit_efficient.mechanisms.adapters.targets import (
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows
-from lit_efficient.models.probes.read_weights import read_elsewhere
 from lit_efficient.surgery import call_layers, count, expert_stacks, inner_optimizer, local, match_modules, weights_wait
 from lit_efficient.traits import Trait
 
@@ -207,6 +206,8 @@ class LoRA(AdapterTechnique):
         others: Sequence[str] = []
         if self.targets in (ALL_LINEAR, WITH_EXPERTS):
             others = other_targets(module)
+            from lit_efficient.models.probes.read_weights import read_elsewhere  # only LoRA on all layers needs it
+
             read = read_elsewhere(module)
             self._read = [name for name, _ in targets if name in read]
             targets = [(name, part) for name, part in targets if name not in read]

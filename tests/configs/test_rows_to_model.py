@@ -55,6 +55,7 @@ def rows_of(kind: str, tokenizer: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.turns(2, family="shipped configs")
 @pytest.mark.parametrize("kind", ["tools", "rendered"])
+@pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
 def test_rows_become_a_merged_model_and_a_gguf_file(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +76,8 @@ def test_rows_become_a_merged_model_and_a_gguf_file(
     assert main(COMMANDS[1]) == 0
     merged = AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained("BASE", dtype=torch.float32)
-    moved = [name for name, tensor in merged.state_dict().items() if not torch.equal(tensor, base.state_dict()[name])]
+    rounded = {name: tensor.bfloat16().float() for name, tensor in base.state_dict().items()}  # as the recipe trains it
+    moved = [name for name, tensor in merged.state_dict().items() if not torch.equal(tensor, rounded[name])]
     assert len(moved) == 7 * config["num_hidden_layers"]
     card = Path("merged/README.md").read_text()
     assert "| Data | rows.jsonl |" in card
