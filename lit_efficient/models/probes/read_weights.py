@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_efficient.internals.torch_dispatch import no_dispatch_modes
 from lit_efficient.models.probes.silent_layers import Watched
-from lit_efficient.surgery import mix_in
+from lit_efficient.surgery import mix_in, unmixed
 
 
 class _Guessing(TorchFunctionMode):
@@ -45,9 +45,12 @@ class _Noted(Watched):
 
 
 def is_linear(part: nn.Module) -> bool:
-    """Return whether a layer is ``nn.Linear``, or of a class derived from it that computes the same."""
+    """Return whether a layer is ``nn.Linear``, or of a class derived from it that computes the same.
+
+    Layers that a technique has changed by a mix-in, such as new heads, are not.
+    """
     kind: Any = type(part)
-    return isinstance(part, nn.Linear) and _computes_linear(kind)
+    return isinstance(part, nn.Linear) and kind is unmixed(part) and _computes_linear(kind)
 
 
 @functools.cache
