@@ -344,13 +344,18 @@ def _fits(value: object, hint: Any) -> bool:
     if isinstance(value, str):
         return issubclass(origin, str | os.PathLike)
     if isinstance(value, dict):
-        fitting = issubclass(origin, Mapping) and issubclass(dict, origin)
-        return fitting and (not inner or all(_fits(k, inner[0]) and _fits(one, inner[1]) for k, one in value.items()))
+        if not issubclass(origin, Mapping) or not issubclass(dict, origin):
+            return False
+        # Where lists and mappings are allowed, it is a configuration of transformers, which may hold deeper ones.
+        is_open = bool(inner) and any(typing.get_origin(one) in (list, dict) for one in typing.get_args(inner[1]))
+        return not inner or all((is_open and isinstance(v, list | dict)) or _fits(v, inner[1]) for v in value.values())
     if isinstance(value, list | tuple | set | frozenset):
         if not issubclass(origin, Collection | Iterable) or issubclass(origin, str | Mapping):
             return False
         if len(inner) == 1 or inner[1:] == (...,):
-            return all(_fits(one, inner[0]) for one in value)
+            # The constructor builds the dataclasses in a list from mappings.
+            builds = any(map(is_dataclass, (inner[0], *typing.get_args(inner[0]))))
+            return all((builds and isinstance(one, dict)) or _fits(one, inner[0]) for one in value)
         return not inner or (len(value) == len(inner) and all(map(_fits, value, inner)))
     return isinstance(value, origin)
 

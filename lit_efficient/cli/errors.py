@@ -27,6 +27,7 @@ from lit_efficient.errors import (
     ConfigurationError,
     LitEfficientError,
     OutOfMemoryError,
+    checks_types,
     did_you_mean,
     install_line,
     is_out_of_memory,
@@ -182,7 +183,8 @@ def constructor_error(error: ValueError | TypeError) -> Exception:
     frame = traceback.extract_tb(root.__traceback__)[-1]
     # If several classes may stand there, one refuses its arguments, and the others do not have them.
     misfit = None
-    if isinstance(root, TypeError) and "jsonargparse" in frame.filename:
+    called_wrongly = "jsonargparse" in frame.filename or frame.filename == checks_types.__code__.co_filename
+    if isinstance(root, TypeError) and called_wrongly:
         misfit = _MISFIT.search(str(root))
     if isinstance(root, LitEfficientError) or not (isinstance(root, ValueError) or misfit):
         return root if isinstance(root, Exception) else error

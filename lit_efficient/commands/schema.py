@@ -127,7 +127,9 @@ class _Schema:
             return {"enum": list(arguments)}
         if origin is typing.Annotated:
             return self.of(arguments[0])
-        if origin is Callable or not isinstance(origin, type) or origin is object:
+        if origin is Callable:  # its dotted name, or an object that can be called
+            return {"anyOf": [{"type": "string"}, {"type": "object", "required": ["class_path"]}]}
+        if not isinstance(origin, type) or origin is object:
             return {}
         if origin is type:
             return {"type": "string"}

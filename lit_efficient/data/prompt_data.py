@@ -6,7 +6,6 @@ Costs: all rows are kept in memory.
 """
 
 import json
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
 from lit_efficient.data.text.rows import open_sources
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import no_loaders
 
 Prompt = dict[str, Any]
@@ -23,14 +22,14 @@ Prompt = dict[str, Any]
 
 def arithmetic_rows(count: int = 1000, most: int = 20) -> list[Prompt]:
     """Return sums of two numbers below ``most``, as rows with ``prompt`` and ``answer``."""
-    pairs = torch.randint(most, (count, 2), generator=torch.Generator().manual_seed(0)).tolist()
+    pairs = torch.randint(most, (count, 2), generator=torch.Generator("cpu").manual_seed(0), device="cpu").tolist()
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
 
 
 BUILT_IN = {"arithmetic": arithmetic_rows}
 
 
-class PromptData(LightningDataModule):
+class PromptData(ChecksTypes, LightningDataModule):
     """DataModule of prompts, for `PolicyOptimization`.
 
     Batches have ``prompts``, a list of texts or of lists of messages, and ``rows``, the rows that rewards get. A row
@@ -47,7 +46,6 @@ class PromptData(LightningDataModule):
         batch_size: Prompts in a training batch, for each process. Each is answered several times.
         val_batch_size: Prompts in a validation batch. null: ``batch_size``.
         val_fraction: Share of the rows held out for validation if ``val`` is null, at least 0 and below 1.
-        num_workers: Worker processes of a loader.
         seed: Seed of the choice of the rows held out.
     """
 
@@ -62,21 +60,18 @@ class PromptData(LightningDataModule):
         batch_size: int = 8,
         val_batch_size: int | None = None,
         val_fraction: float = 0.05,
-        num_workers: int = 0,
         seed: int = 0,
     ) -> None:
         super().__init__()
         check_number("PromptData", "batch_size", batch_size, least=1, whole=True)
         check_number("PromptData", "val_batch_size", val_batch_size, least=1, whole=True, null=True)
         check_number("PromptData", "val_fraction", val_fraction, least=0, below=1)
-        check_number("PromptData", "num_workers", num_workers, least=0, whole=True)
         self.train = train
         self.val = val
         self.tokenizer_name = tokenizer
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size or batch_size
         self.val_fraction = val_fraction
-        self.num_workers = num_workers
         self.seed = seed
         self.chat_tokenizer: Any = None
         """Tokenizer of transformers; known after `setup`."""
@@ -111,7 +106,8 @@ class PromptData(LightningDataModule):
             self.val_rows = read_prompts(self.val)
         elif self.val_fraction:
             held_out = max(1, int(len(rows) * self.val_fraction))
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed)).tolist()
+            draw = torch.Generator("cpu").manual_seed(self.seed)
+            order = torch.randperm(len(rows), generator=draw, device="cpu").tolist()
             self.val_rows = [rows[i] for i in sorted(order[:held_out])]
             rows = [rows[i] for i in sorted(order[held_out:])]
         if len(rows) < self.batch_size:
@@ -120,14 +116,13 @@ class PromptData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_rows
-        load = partial(DataLoader, num_workers=self.num_workers, collate_fn=prompt_batch)
-        return load(rows, self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(rows, self.batch_size, shuffle=True, drop_last=True, collate_fn=prompt_batch)
 
     def val_dataloader(self) -> Any:
         if not self.val_rows:
             return no_loaders(self)
         rows: Any = self.val_rows
-        return DataLoader(rows, self.val_batch_size, num_workers=self.num_workers, collate_fn=prompt_batch)
+        return DataLoader(rows, self.val_batch_size, collate_fn=prompt_batch)
 
     def test_dataloader(self) -> Any:
         """Return the loader of the validation rows: there is no third split."""

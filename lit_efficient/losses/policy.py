@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import check_choice, check_number, refusal
+from lit_efficient.errors import check_choice, check_number, checks_types, refusal
 
 Kind = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++"]
 KL = Literal["none", "k1", "k3", "k3_weighted"]
@@ -42,6 +42,7 @@ _LOW = {"gspo": 3e-4}
 _HIGH = {"gspo": 4e-4, "dapo": 0.28}
 
 
+@checks_types
 @dataclass(frozen=True)
 class PolicyLoss:
     """Loss of `PolicyOptimization`.

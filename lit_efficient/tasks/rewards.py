@@ -19,11 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
 
 Row = Mapping[str, Any]
 
 
+@checks_types
 @dataclass(frozen=True)
 class Reward:
     """A reward and its weight.

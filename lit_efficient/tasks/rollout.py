@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import check_number, refusal
+from lit_efficient.errors import check_number, checks_types, refusal
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.models.generation.batched import Sample
 from lit_efficient.models.generation.sampling import Sampling
 
 
+@checks_types
 @dataclass(frozen=True)
 class Rollout:
     """Generation of the samples of `PolicyOptimization`.

@@ -315,13 +315,12 @@ def kind_of(module: nn.Module) -> str | None:
     """Return the kind of a layer: ``linear``, ``conv1d`` (GPT-2's), ``conv2d`` or ``embedding``.
 
     Return None for modules that cannot be adapted. ``nn.MultiheadAttention.out_proj`` is one of them, because the
-    attention reads its weight and never calls its ``forward``. Others are routers that derive from ``nn.Linear`` and
-    return several tensors, as Llama 4's.
+    attention reads its weight and never calls its ``forward``.
     """
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear | GroupedLayer):
         return None
     if isinstance(module, nn.Linear):
-        return "linear" if _returns_rows(module) else None
+        return "linear"
     if isinstance(module, nn.Conv2d) and module.groups == 1:
         return "conv2d"
     if isinstance(module, nn.Embedding) and module.max_norm is None:
@@ -334,10 +333,13 @@ def kind_of(module: nn.Module) -> str | None:
 _RETURNS: dict[type, bool] = {}  # result of the trial of each class
 
 
-def _returns_rows(layer: nn.Linear) -> bool:
-    """Return whether a layer maps ``[N, in]`` to ``[N, out]``, found by a trial if its class is not PyTorch's."""
+def returns_rows(layer: nn.Module) -> bool:
+    """Return whether a linear layer maps ``[N, in]`` to ``[N, out]``, found by a trial if its class is not PyTorch's.
+
+    Routers that derive from ``nn.Linear`` may return several tensors, as Llama 4's do.
+    """
     kind: Any = unmixed(layer)
-    if kind is nn.Linear or is_quantized(layer):
+    if not isinstance(layer, nn.Linear) or kind is nn.Linear or is_quantized(layer):
         return True
     if kind not in _RETURNS:
         _RETURNS[kind] = True  # a layer that cannot be tried is adapted

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError, check_list
-from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
+from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of, returns_rows
 from lit_efficient.mechanisms.blocks.block_map import BlockMap, is_inside
 from lit_efficient.surgery import NewLayer, UnusedPart, endings, expert_stacks, match_modules, name_pattern
 
@@ -22,7 +22,7 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
 
             - ``all-linear``: every linear layer (and GPT-2's ``Conv1D``) of the networks that train, except the output
               head of a `GPT` or of a model of transformers, layers that share their weight with an embedding, layers
-              with new, untrained weights, and parts that the task does not call.
+              with new, untrained weights, parts that the task does not call, and routers that return several tensors.
             - ``all-linear+experts``: the same layers; the experts are those of :func:`find_experts`.
             - Regular expressions for the ends of dotted names: they may also match ``nn.Conv2d``, ``nn.Embedding`` and
               tied heads. A pattern that matches only stacked experts selects no layer.
@@ -48,6 +48,8 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         if not name or kind_of(module) not in ("linear", "conv1d") or isinstance(module, NewLayer):
             continue
         if id(module) in heads or id(module.weight) in tables or is_inside(name, idle):
+            continue
+        if not returns_rows(module):
             continue
         found.append((name, module))
     if not found:
