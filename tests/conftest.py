@@ -119,15 +119,17 @@ def _isolated_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture(autouse=True)
-def _no_seed_left_set() -> Iterator[None]:
-    """Remove the seed that a test leaves in the environment, and allow nondeterministic algorithms again.
+def _nothing_left_in_the_environment() -> Iterator[None]:
+    """Remove what Lightning leaves in the environment, and allow nondeterministic algorithms again.
 
-    ExactResume of the next test would read the seed, and a trainer makes the whole process deterministic.
+    ExactResume of the next test would read the seed. transformers' trainer begins a process group if there is the
+    number of a process. A trainer makes the whole process deterministic.
     """
     yield
     import torch
 
-    os.environ.pop("PL_GLOBAL_SEED", None)
+    for name in ("PL_GLOBAL_SEED", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
 

@@ -39,7 +39,7 @@ from lit_efficient.mechanisms.adapters.quantized import (
 )
 from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.models.networks.grouped_linear import ExpertLinear
-from lit_efficient.models.probes.read_weights import cast_to, is_linear, read_elsewhere
+from lit_efficient.models.probes.read_weights import acts_as_linear, cast_to, read_elsewhere
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern, weights_wait
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
@@ -264,4 +264,4 @@ def _is_transposed(part: nn.Module) -> bool:
 
 
 def _is_linear(part: nn.Module) -> bool:
-    return is_linear(part) or type(part) is ExpertLinear or is_conv1d(part)
+    return acts_as_linear(part) or type(part) is ExpertLinear or is_conv1d(part)

@@ -87,6 +87,8 @@ class SelectiveBackprop(BatchChanges):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
+        if stage == "fit":  # of an earlier run; a checkpoint restores its own later
+            self._past = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = None

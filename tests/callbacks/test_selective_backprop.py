@@ -86,3 +86,15 @@ def test_what_it_cannot_choose_from_is_refused() -> None:
     for arguments, words in (({"keep": 0}, "keep"), ({"beta": -1}, "beta"), ({"history": 0}, "history")):
         with pytest.raises(ConfigurationError, match=f"SelectiveBackprop: {words} must be"):
             SelectiveBackprop(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_second_run_does_not_compare_with_the_losses_of_the_first() -> None:
+    technique = SelectiveBackprop()
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = Toy()
+        torch.manual_seed(0)
+        trainer([technique], max_epochs=2).fit(module, data(), data())
+        weights.append(module.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

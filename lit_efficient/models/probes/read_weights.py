@@ -44,7 +44,7 @@ class _Noted(Watched):
         return parameter
 
 
-def is_linear(part: nn.Module) -> bool:
+def acts_as_linear(part: nn.Module) -> bool:
     """Return whether a layer is ``nn.Linear``, or of a class derived from it that computes the same.
 
     Layers that a technique has changed by a mix-in, such as new heads, are not.
@@ -103,7 +103,7 @@ def read_layers(make: Callable[[], nn.Module]) -> list[str]:
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad(), _Guessing():
         network = make()
-        layers = {name: part for name, part in network.named_modules() if is_linear(part)}
+        layers = {name: part for name, part in network.named_modules() if acts_as_linear(part)}
         for part in layers.values():
             mix_in(part, _Noted, _read=False)
         for training in (True, False):
