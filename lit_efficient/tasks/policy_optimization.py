@@ -31,15 +31,13 @@ from lit_efficient.losses.policy import (
     policy_loss,
     token_advantages,
 )
-from lit_efficient.models.generation.batched import Sample, generate
-from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.reference_task import ReferenceTask
 from lit_efficient.tasks.rewards import Reward
-from lit_efficient.tasks.rollout import Experience, Rollout, joined, moved
-from lit_efficient.tasks.text_generation import Ending, as_chat, encoded_prompt, room_for, stop_ids
+from lit_efficient.tasks.rollout import Answers, Experience, Rollout, joined, moved, write_answers
+from lit_efficient.tasks.text_generation import room_for
 
 _MOST_SENTENCES = 3  # warnings about rewards in one batch
 _HELD = "policy_optimization"
@@ -196,15 +194,16 @@ class PolicyOptimization(ReferenceTask):
         prompts = [prompt for prompt in batch["prompts"] for _ in range(group)]
         places = [i * self.trainer.world_size + self.trainer.global_rank for i in range(len(batch["prompts"]))]
         seeds = [mix_seed(seed, place, number) for place in places for number in range(group)]
-        ids, samples, texts = self._write(prompts, seeds, self.rollout.sampling)
+        written = self._write(prompts, seeds)
+        samples = written.samples
         rows = [row for row in batch["rows"] for _ in range(group)]
-        parts = self._judge(prompts, texts, rows)
+        parts = self._judge(prompts, written.texts, rows)
         rewards = parts.sum(1).to(self.device)
         lengths = torch.tensor([len(sample.tokens) for sample in samples], device=self.device)
         rewards = rewards - overlong_penalty(lengths, self.rollout.max_new_tokens, self.loss.overlong)
         cut = torch.tensor([sample.end == "length" for sample in samples], device=self.device)
         figures = self._figures(parts, rewards, lengths, cut)
-        inputs, drawn = joined(ids, samples, self.device)
+        inputs, drawn = joined(written.ids, samples, self.device)
         reference = None
         if self.needs_reference:
             network = self.reference()
@@ -233,38 +232,8 @@ class PolicyOptimization(ReferenceTask):
             return advantages(every, self.rollout.samples, kind)[own]
         return advantages(rewards, self.rollout.samples, kind)
 
-    def _write(
-        self, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling
-    ) -> tuple[list[list[int]], list[Sample], list[str]]:
-        """Return the ids of prompts, their samples, and the texts of these without what ends them."""
-        network: Any = self._built()
-        tokenizer: Any = self.tokenizer
-        stop = {*(self.tokenizer_state or {}).get("stop", ()), *stop_ids(network, tokenizer)}
-        most = room_for(network, self.rollout.max_new_tokens)
-        known: dict[str, list[int]] = {}
-        ids = []
-        for prompt in prompts:
-            chat = self.rollout.chat or not isinstance(prompt, str)
-            text = as_chat(tokenizer, prompt, "PolicyOptimization: chat") if chat else prompt
-            if text not in known:
-                known[text] = encoded_prompt(tokenizer, text, not chat, stop)[-most:]
-            ids.append(known[text])
-        ending = Ending(tokenizer, ids, self.rollout.stop)
-        samples = generate(
-            network,
-            ids,
-            self.rollout.max_new_tokens,
-            sampling=sampling,
-            seeds=seeds,
-            stop=stop,
-            written=ending if self.rollout.stop else None,
-            rows=self.rollout.rows,
-            device=self.device,
-        )
-        texts = []
-        for i, sample in enumerate(samples):
-            texts.append(ending.text(i, sample.tokens[:-1] if sample.end == "stop" else sample.tokens)[0])
-        return ids, samples, texts
+    def _write(self, prompts: Sequence[Any], seeds: Sequence[int]) -> Answers:
+        return write_answers(self, prompts, seeds, self.rollout)
 
     def _judge(self, prompts: Sequence[Any], texts: Sequence[str], rows: Sequence[Any]) -> Tensor:
         """Return the weighted rewards ``[N, functions]``, with NaN where one fails, and warn about these."""
@@ -313,13 +282,13 @@ class PolicyOptimization(ReferenceTask):
     def _evaluate(self, batch: dict[str, Any], batch_idx: int, prefix: str) -> None:
         """Log the rewards of one sample of each prompt, whose draws are the same in each validation."""
         seeds = [mix_seed(self.rollout.seed, batch_idx, self.global_rank, i) for i in range(len(batch["prompts"]))]
-        _, samples, texts = self._write(batch["prompts"], seeds, self.rollout.sampling)
-        parts = self._judge(batch["prompts"], texts, batch["rows"])
-        lengths = torch.tensor([len(sample.tokens) for sample in samples])
-        cut = torch.tensor([sample.end == "length" for sample in samples])
+        written = self._write(batch["prompts"], seeds)
+        parts = self._judge(batch["prompts"], written.texts, batch["rows"])
+        lengths = torch.tensor([len(sample.tokens) for sample in written.samples])
+        cut = torch.tensor([sample.end == "length" for sample in written.samples])
         figures = self._figures(parts, parts.sum(1), lengths, cut)
         for name in ("reward", "failed", "length", "truncated", *(f"reward/{reward.name}" for reward in self.rewards)):
-            self.log(f"{prefix}/{name}", figures[name], batch_size=len(texts), sync_dist=True)
+            self.log(f"{prefix}/{name}", figures[name], batch_size=len(written.texts), sync_dist=True)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str]:
         """Return continued texts for ``prompts``."""

@@ -56,12 +56,10 @@ class ReferenceCache:
 
     Args:
         folder: Folder that :func:`prepare` has filled.
-        prefixes: Prefixes of the tensors of each answer.
     """
 
-    def __init__(self, folder: Path, prefixes: Sequence[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._prefixes = prefixes
         found = load_tensors(folder / _FILE)
         self._places = {row.tobytes(): place for place, row in enumerate(found["keys"].numpy())}
         self._log_probs = found["log_probs"]
@@ -72,14 +70,17 @@ class ReferenceCache:
     def __deepcopy__(self, memo: object) -> "ReferenceCache":
         return self
 
-    def find(self, batch: Batch) -> tuple[Tensor, ...] | None:
-        """Return the log-probabilities of each answer ``[B]``; ``None`` if a row is unknown."""
-        places = [self._places.get(key) for key in answer_keys(batch, self._prefixes)]
+    def find(self, keys: Sequence[bytes]) -> tuple[Tensor, ...] | None:
+        """Return the log-probabilities of each answer ``[B]`` on the CPU; ``None`` if a row is unknown.
+
+        Args:
+            keys: :func:`answer_keys` of the rows.
+        """
+        places = [self._places.get(key) for key in keys]
         known = [place for place in places if place is not None]
         if len(known) < len(places):
             return None
-        device = batch[f"{self._prefixes[0]}input_ids"].device
-        return self._log_probs[known].to(device).unbind(1)
+        return self._log_probs[known].unbind(1)
 
 
 def prepare(
@@ -114,4 +115,4 @@ def prepare(
         seal(target, FORMAT, {"made_from": made_from})
 
     folder = cache_folder(None, "reference", made_from)
-    return ReferenceCache(prepared_folder(folder, build, lambda path: broken_seal(path, FORMAT, True)), prefixes)
+    return ReferenceCache(prepared_folder(folder, build, lambda path: broken_seal(path, FORMAT, True)))

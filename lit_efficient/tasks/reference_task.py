@@ -18,7 +18,7 @@ from lit_efficient.tasks.language_modeling import described_network
 from lit_efficient.tasks.ordered import has_order, in_order
 from lit_efficient.tasks.pair_task import PairTask
 from lit_efficient.tasks.reference import Reference
-from lit_efficient.tasks.reference_cache import ReferenceCache, prepare, weights_digest
+from lit_efficient.tasks.reference_cache import ReferenceCache, answer_keys, prepare, weights_digest
 
 _KEY = "preference"
 _CACHE = "cache_reference"
@@ -179,11 +179,14 @@ class ReferenceTask(PairTask):
 
     def references(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the reference's log-probabilities of each answer ``[B]``."""
+        if not self._caches:
+            return self._live_references(batch)
+        keys = answer_keys(batch, self.prefixes)
         for cache in self._caches:
-            found = cache.find(batch)
+            found = cache.find(keys)
             if found is not None:
-                return found
-        if self._caches and self.training:
+                return tuple(log_probs.to(self.device) for log_probs in found)
+        if self.training:
             raise ConfigurationError(
                 f"{type(self).__name__}: {_CACHE}: the cache {self._caches[0].folder} does not hold a row of this "
                 f"batch: the training data differs from one reading to the next. Make it deterministic, or leave out "

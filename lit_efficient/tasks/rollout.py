@@ -1,4 +1,4 @@
-"""Samples of `PolicyOptimization`: how they are generated, and the batch that the loss is computed on."""
+"""Answers that a language model writes during training, and the batch that `PolicyOptimization` makes of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from lit_efficient.errors import check_number, checks_types, refusal
 from lit_efficient.losses.next_token import IGNORE
-from lit_efficient.models.generation.batched import Sample
+from lit_efficient.models.generation.batched import Sample, generate
 from lit_efficient.models.generation.sampling import Sampling
+from lit_efficient.tasks.language_modeling import LanguageModeling
+from lit_efficient.tasks.text_generation import Ending, as_chat, encoded_prompt, room_for, stop_ids
 
 
 @checks_types
@@ -55,6 +57,60 @@ class Rollout:
     def sampling(self) -> Sampling:
         """Return the parameters of sampling."""
         return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to prompts.
+
+    Args:
+        ids: Token ids of each prompt.
+        samples: New tokens of each answer, with their log-probabilities.
+        texts: Each answer without the token or the text that ends it.
+    """
+
+    ids: list[list[int]]
+    samples: list[Sample]
+    texts: list[str]
+
+
+def write_answers(task: LanguageModeling, prompts: Sequence[Any], seeds: Sequence[int], rollout: Rollout) -> Answers:
+    """Let the network of a task answer prompts.
+
+    Args:
+        task: A task with a tokenizer.
+        prompts: Texts, or lists of messages. A prompt that is too long loses its beginning.
+        seeds: One seed for each prompt.
+        rollout: How answers are drawn, and when they end.
+    """
+    network: Any = task._built()
+    tokenizer: Any = task.tokenizer
+    stop = {*(task.tokenizer_state or {}).get("stop", ()), *stop_ids(network, tokenizer)}
+    most = room_for(network, rollout.max_new_tokens)
+    known: dict[str, list[int]] = {}
+    ids = []
+    for prompt in prompts:
+        chat = rollout.chat or not isinstance(prompt, str)
+        text = as_chat(tokenizer, prompt, f"{type(task).__name__}: chat") if chat else prompt
+        if text not in known:
+            known[text] = encoded_prompt(tokenizer, text, not chat, stop)[-most:]
+        ids.append(known[text])
+    ending = Ending(tokenizer, ids, rollout.stop)
+    samples = generate(
+        network,
+        ids,
+        rollout.max_new_tokens,
+        sampling=rollout.sampling,
+        seeds=seeds,
+        stop=stop,
+        written=ending if rollout.stop else None,
+        rows=rollout.rows,
+        device=task.device,
+    )
+    texts = []
+    for i, sample in enumerate(samples):
+        texts.append(ending.text(i, sample.tokens[:-1] if sample.end == "stop" else sample.tokens)[0])
+    return Answers(ids, samples, texts)
 
 
 @dataclass

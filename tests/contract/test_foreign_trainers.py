@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 import lit_efficient
@@ -70,19 +69,6 @@ def _fit(name: str, callbacks: list[Any], folder: Path) -> dict[str, torch.Tenso
     torch.manual_seed(0)
     trainer(callbacks, max_epochs=2, default_root_dir=folder, **CASES[name].trainer).fit(module, data(), data())
     return weights(module)
-
-
-class Nests(Callback):
-    """Train another module with the same techniques in the middle of an epoch."""
-
-    def __init__(self, name: str, made: list[Any], folder: Path) -> None:
-        self.arguments = (name, made, folder)
-        self.weights: dict[str, torch.Tensor] = {}
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1 and not self.weights:
-            with torch.random.fork_rng():
-                self.weights = _fit(*self.arguments)
 
 
 @pytest.mark.turns(20, always=["EMA", "LoRA"])

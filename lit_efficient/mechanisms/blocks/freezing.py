@@ -199,6 +199,8 @@ def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
     numbers: dict[str, int] = {}
     for own in networks.values() or [blocks]:
         numbers |= {name: len(own) - i for i, name in enumerate(own)}
+    places = [order[block] for block in blocks]
+    starts = {network: [order[block] for block in own] for network, own in networks.items()}
     tables = {name for name, part in modules if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
 
     def rule(name: str) -> int:
@@ -209,10 +211,9 @@ def _by_depth(module: nn.Module, who: str, others: Collection[str]) -> Rule:
         inside = next((numbers[parent] for parent in (owner, *parents(owner)) if parent in numbers), None)
         if inside is not None:
             return inside
-        own = networks.get(name.partition(".")[0], blocks)
-        above = bisect_right(
-            [order[block] for block in own], order[owner]
-        )  # number of blocks that are defined before it
+        network = name.partition(".")[0]
+        own = networks.get(network, blocks)
+        above = bisect_right(starts.get(network, places), order[owner])  # number of blocks defined before it
         if owner in tables or above == 0:
             return len(own) + 1
         if above == len(own):
