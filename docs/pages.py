@@ -30,6 +30,7 @@ _MENU = {
     "Start": ["index.md", "overview.md", "techniques.md", "matrix.md", "symptoms.md"],
     "Guides": [
         "llm.md",
+        "reinforcement_learning.md",
         "families.md",
         "diffusion.md",
         "examples.md",
