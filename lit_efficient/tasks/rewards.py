@@ -23,6 +23,8 @@ from lit_efficient.errors import ConfigurationError, check_number, checks_types,
 
 Row = Mapping[str, Any]
 
+_LARGEST = 1e15  # squares of larger rewards are not finite in float32
+
 
 @checks_types
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class Reward:
         try:
             with _at_most(self.seconds):
                 value = float(self.function(prompt, completion, row, **(self.arguments or {})))
-        except Exception as error:  # functions of users raise anything
-            return math.nan, f"{self.name} raised {type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:  # functions of users raise anything
+            return math.nan, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}"
         except _TookTooLong:
             return math.nan, f"{self.name} took longer than {self.seconds:g} seconds"
-        if not math.isfinite(value):
+        if not abs(value * self.weight) <= _LARGEST:
             return math.nan, f"{self.name} returned {value}"
         return value, ""
 
@@ -82,18 +84,23 @@ def _at_most(seconds: float) -> Iterator[None]:
         raise _TookTooLong
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again, because a function may catch all that is raised, and go on.
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def _wanted(row: Row, column: str) -> Any:
     if column not in row:
         raise ConfigurationError(f"the row has no column {column!r}, only {', '.join(map(repr, row))}")
-    return row[column]
+    value = row[column]
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ConfigurationError(f"column {column!r} of the row is empty")
+    return value
 
 
 def exact_answer(prompt: str, completion: str, row: Row, column: str = "answer", after: str = "") -> float:
@@ -124,14 +131,15 @@ def numeric_answer(prompt: str, completion: str, row: Row, column: str = "answer
         tolerance: Largest difference, relative to the answer, or to 1 if that is more.
     """
     answer = _last_number(str(_wanted(row, column)))
-    if answer is None:
+    if answer is None or math.isinf(answer):
         raise ConfigurationError(f"{column!r} holds no number: {row[column]!r}")
     found = _last_number(completion)
     return float(found is not None and abs(found - answer) <= tolerance * max(1.0, abs(answer)))
 
 
 def _last_number(text: str) -> float | None:
-    found = re.findall(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text))
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("\N{MINUS SIGN}", "-"))
+    found = re.findall(r"(?:(?<!\d)-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?", text)
     return float(found[-1]) if found else None
 
 
@@ -173,7 +181,7 @@ def json_schema(
         wanted = json.loads(wanted)
     try:
         value = json.loads(fenced(completion))
-    except ValueError:
+    except (ValueError, RecursionError):
         return 0.0
     return float(_fits(value, wanted))
 
@@ -240,7 +248,7 @@ def valid_python(prompt: str, completion: str, row: Row) -> float:
     """Return 1 if the completion is Python code that can be parsed and that does something, else 0."""
     try:
         return float(bool(ast.parse(fenced(completion)).body))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the latter two for deeply nested code
         return 0.0
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import signal
+import sys
 import time
 from typing import Any
 
@@ -26,6 +29,9 @@ from lit_efficient.tasks.rewards import Reward
         ("numeric_answer", "7.1", {"answer": 7}, {}, 0),
         ("numeric_answer", "7.1", {"answer": 7}, {"tolerance": 0.1}, 1),
         ("numeric_answer", "", {"answer": 7}, {}, 0),
+        ("numeric_answer", "x = .5", {"answer": 0.5}, {}, 1),
+        ("numeric_answer", "10-4", {"answer": 4}, {}, 1),
+        ("numeric_answer", "it is \N{MINUS SIGN}2", {"answer": -2}, {}, 1),
         ("matches", "<b>a\nb</b>", {}, {"pattern": "<b>.*</b>", "whole": True}, 1),
         ("matches", "x <b>a</b>", {}, {"pattern": "<b>.*</b>", "whole": True}, 0),
         ("matches", "x <b>a</b>", {}, {"pattern": "<b>.*</b>"}, 1),
@@ -33,8 +39,10 @@ from lit_efficient.tasks.rewards import Reward
         ("valid_python", "```python\nx = 1\n```", {}, {}, 1),
         ("valid_python", "x = = 1", {}, {}, 0),
         ("valid_python", "", {}, {}, 0),
+        ("valid_python", "-" * 100_000 + "1", {}, {}, 0),
         ("json_schema", '{"a": 1}', {"schema": '{"type": "object", "required": ["a"]}'}, {}, 1),
         ("json_schema", "not json", {"schema": {}}, {}, 0),
+        ("json_schema", "[" * 100_000, {"schema": {}}, {}, 0),
     ],
 )
 def test_verifiable_answers(function: str, completion: str, row: Any, arguments: Any, expected: float) -> None:
@@ -140,15 +148,48 @@ def _nothing(prompt: str, completion: str, row: Any) -> float:
     return math.nan
 
 
+def _large(prompt: str, completion: str, row: Any) -> float:
+    return 1e39  # not finite in float32
+
+
+def _leaves(prompt: str, completion: str, row: Any) -> float:
+    sys.exit(1)
+
+
+def _catches_once(prompt: str, completion: str, row: Any) -> float:
+    with contextlib.suppress(BaseException):
+        time.sleep(1000)
+    time.sleep(1000)
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
         (_raises, "_raises raised KeyError: 'no such column'"),
         (_hangs, "_hangs took longer than 0.1 seconds"),
         (_nothing, "_nothing returned nan"),
+        (_large, "_large returned 1e+39"),
+        (_leaves, "_leaves raised SystemExit: 1"),
+        (_catches_once, "_catches_once took longer than 0.1 seconds"),
+        (rewards.exact_answer, "exact_answer raised ConfigurationError: column 'answer' of the row is empty"),
+        (rewards.numeric_answer, "numeric_answer raised ConfigurationError: column 'answer' of the row is empty"),
     ],
 )
 def test_a_reward_that_fails_gives_a_sentence(function: Any, sentence: str) -> None:
-    value, found = Reward(function, seconds=0.1)("a", "b", {})
+    value, found = Reward(function, seconds=0.1)("a", "b", {"answer": None})
     assert math.isnan(value)
     assert found == sentence
+
+
+def test_an_alarm_that_was_set_before_goes_on() -> None:
+    before = signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        assert Reward(_one)("a", "b", {}) == (1.0, "")
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 900
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+def _one(prompt: str, completion: str, row: Any) -> float:
+    return 1.0
