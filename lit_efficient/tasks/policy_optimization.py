@@ -20,8 +20,7 @@ from torch import Tensor
 
 from lit_efficient.distributed.ranks import gather_objects, place_among_ranks
 from lit_efficient.distributed.seeds import mix_seed
-from lit_efficient.errors import ConfigurationError, ConflictError, check_list, check_number, refusal
-from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.errors import ConfigurationError, check_list, check_number, refusal
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.losses.policy import (
     PolicyLoss,
@@ -36,8 +35,7 @@ from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.reference_task import ReferenceTask
 from lit_efficient.tasks.rewards import Reward
-from lit_efficient.tasks.rollout import Answers, Experience, Rollout, joined, moved, write_answers
-from lit_efficient.tasks.text_generation import room_for
+from lit_efficient.tasks.rollout import Answers, Experience, Rollout, check_writes, joined, moved, write_answers
 
 _MOST_SENTENCES = 3  # warnings about rewards in one batch
 _HELD = "policy_optimization"
@@ -61,7 +59,7 @@ class PolicyOptimization(ReferenceTask):
         rewards: Rewards, summed by their weights.
         model: As in `LanguageModeling`, with trained weights or with ``start_from``.
         loss: The loss.
-        rollout: Generation of the samples.
+        rollout: Generation of the samples, at least 2 of each prompt.
         uses: Optimizer steps with the same samples. In the others the batch's own prompts are not used.
         start_from: Checkpoint of `LanguageModeling` (SFT) of the same shape with the initial weights. Its adapters are
             merged. A resumed run needs this file too.
@@ -88,6 +86,7 @@ class PolicyOptimization(ReferenceTask):
         super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps, cache_reference=False)
         check_list("PolicyOptimization", "rewards", rewards, "a list of at least one Reward")
         check_number("PolicyOptimization", "uses", uses, least=1, whole=True)
+        check_number("PolicyOptimization", "rollout.samples", rollout.samples, least=2, whole=True)
         names = [reward.name for reward in rewards]
         if len({*names}) < len(names):
             raise refusal("PolicyOptimization", "rewards", "functions with different names", names)
@@ -113,13 +112,7 @@ class PolicyOptimization(ReferenceTask):
         return len(batch["prompts"])
 
     def on_fit_start(self) -> None:
-        traits = traits_of(self.trainer.strategy)
-        if traits.shards:
-            raise ConflictError(
-                f"PolicyOptimization: {traits.name} shards the weights, and processes generate different numbers of "
-                "tokens: use one process or DDP, with LoRA or QuantizeBase to save memory"
-            )
-        room_for(self._built(), self.rollout.max_new_tokens)
+        check_writes(self, self.rollout)
         super().on_fit_start()
 
     def on_train_start(self) -> None:

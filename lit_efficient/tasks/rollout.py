@@ -1,4 +1,4 @@
-"""Answers that a language model writes during training, and the batch that `PolicyOptimization` makes of them."""
+"""Answers that a language model writes during training, and the batch of rows that is made of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import check_number, checks_types, refusal
+from lit_efficient.errors import ConflictError, check_number, checks_types, refusal
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.models.generation.batched import Sample, generate
 from lit_efficient.models.generation.sampling import Sampling
@@ -18,10 +19,10 @@ from lit_efficient.tasks.text_generation import Ending, as_chat, encoded_prompt,
 @checks_types
 @dataclass(frozen=True)
 class Rollout:
-    """Generation of the samples of `PolicyOptimization`.
+    """Generation of a task's own answers.
 
     Args:
-        samples: Samples of each prompt, at least 2.
+        samples: Samples of each prompt.
         max_new_tokens: Largest number of tokens of a sample.
         temperature: Divides the logits, above 0. The loss is that of the network without temperature.
         top_p: Draw from the most likely tokens that together have this probability, in (0, 1].
@@ -45,7 +46,7 @@ class Rollout:
     chat: bool = False
 
     def __post_init__(self) -> None:
-        check_number("Rollout", "samples", self.samples, least=2, whole=True)
+        check_number("Rollout", "samples", self.samples, least=1, whole=True)
         check_number("Rollout", "max_new_tokens", self.max_new_tokens, least=1, whole=True)
         check_number("Rollout", "temperature", self.temperature, above=0)
         check_number("Rollout", "rows", self.rows, least=1, whole=True, null=True)
@@ -83,18 +84,27 @@ def write_answers(task: LanguageModeling, prompts: Sequence[Any], seeds: Sequenc
         seeds: One seed for each prompt.
         rollout: How answers are drawn, and when they end.
     """
-    network: Any = task._built()
     tokenizer: Any = task.tokenizer
-    stop = {*(task.tokenizer_state or {}).get("stop", ()), *stop_ids(network, tokenizer)}
-    most = room_for(network, rollout.max_new_tokens)
+    stop = _stop_ids(task)
     known: dict[str, list[int]] = {}
     ids = []
     for prompt in prompts:
         chat = rollout.chat or not isinstance(prompt, str)
         text = as_chat(tokenizer, prompt, f"{type(task).__name__}: chat") if chat else prompt
         if text not in known:
-            known[text] = encoded_prompt(tokenizer, text, not chat, stop)[-most:]
+            known[text] = encoded_prompt(tokenizer, text, not chat, stop)
         ids.append(known[text])
+    return continue_ids(task, ids, seeds, rollout)
+
+
+def continue_ids(
+    task: LanguageModeling, prompts: Sequence[list[int]], seeds: Sequence[int], rollout: Rollout
+) -> Answers:
+    """Let the network of a task continue token ids, as :func:`write_answers` does with texts."""
+    network = task._built()
+    tokenizer = task.tokenizer
+    most = room_for(network, rollout.max_new_tokens)
+    ids = [prompt[-most:] for prompt in prompts]
     ending = Ending(tokenizer, ids, rollout.stop)
     samples = generate(
         network,
@@ -102,7 +112,7 @@ def write_answers(task: LanguageModeling, prompts: Sequence[Any], seeds: Sequenc
         rollout.max_new_tokens,
         sampling=rollout.sampling,
         seeds=seeds,
-        stop=stop,
+        stop=_stop_ids(task),
         written=ending if rollout.stop else None,
         rows=rollout.rows,
         device=task.device,
@@ -111,6 +121,26 @@ def write_answers(task: LanguageModeling, prompts: Sequence[Any], seeds: Sequenc
     for i, sample in enumerate(samples):
         texts.append(ending.text(i, sample.tokens[:-1] if sample.end == "stop" else sample.tokens)[0])
     return Answers(ids, samples, texts)
+
+
+def _stop_ids(task: LanguageModeling) -> set[int]:
+    return {*(task.tokenizer_state or {}).get("stop", ()), *stop_ids(task._built(), task.tokenizer)}
+
+
+def check_writes(task: LanguageModeling, rollout: Rollout) -> None:
+    """Check that a task can write answers during training.
+
+    Raises:
+        ConflictError: For a strategy that shards the weights.
+        ConfigurationError: If the network reads too few tokens for an answer.
+    """
+    traits = traits_of(task.trainer.strategy)
+    if traits.shards:
+        raise ConflictError(
+            f"{type(task).__name__}: {traits.name} shards the weights, and processes generate different numbers of "
+            "tokens: use one process or DDP, with LoRA or QuantizeBase to save memory"
+        )
+    room_for(task._built(), rollout.max_new_tokens)
 
 
 @dataclass

@@ -203,14 +203,15 @@ def test_the_loss_is_that_of_rows_read_alone_and_truncated_samples_are_left_out(
         ({"rewards": []}, "rewards must be a list of at least one Reward"),
         ({"rewards": [letters, letters]}, "rewards must be functions with different names"),
         ({"uses": 0}, "uses must be a whole number of at least 1"),
+        ({"rollout": Rollout(samples=1)}, "rollout.samples must be a whole number of at least 2"),
         ({"loss": PolicyLoss(overlong=7)}, "loss.overlong must be at most rollout.max_new_tokens = 6"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         _task(options.pop("rewards", (letters,)), **options)
-    with pytest.raises(ConfigurationError, match="samples must be a whole number of at least 2"):
-        Rollout(samples=1)
+    with pytest.raises(ConfigurationError, match="samples must be a whole number of at least 1"):
+        Rollout(samples=0)
 
 
 def test_prompts_come_from_files_and_the_answer_is_written_after_training(tmp_path: Path) -> None:
