@@ -7,6 +7,7 @@ that raises, takes too long, or returns no finite number leaves its sample out, 
 import ast
 import json
 import math
+import os
 import re
 import secrets
 import signal
@@ -14,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
+from lit_efficient.errors import ConfigurationError, check_installed, check_number, checks_types, refusal
 
 Row = Mapping[str, Any]
 
@@ -48,6 +50,8 @@ class Reward:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise refusal("Reward", "function", "a function", self.function)
+        if self.function is json_schema:
+            check_installed("json_schema", "jsonschema")
         check_number("Reward", "weight", self.weight)
         check_number("Reward", "seconds", self.seconds, above=0)
 
@@ -171,71 +175,31 @@ def json_schema(
         prompt: Prompt.
         completion: Completion.
         row: Row of the data.
-        schema: JSON schema with the keywords ``type``, ``properties``, ``required``, ``additionalProperties`` (a
-            boolean), ``items``, ``enum``, ``const``, ``minimum``, ``maximum``, ``minLength``, ``maxLength``,
-            ``minItems``, ``maxItems`` and ``pattern``. None: that of the row.
+        schema: JSON schema of any draft, by default 2020-12. It may refer to its own parts, and to no address. None:
+            that of the row.
         column: Column of the schema, as a mapping or as JSON.
     """
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+    from jsonschema_specifications import REGISTRY
+
     wanted = schema if schema is not None else _wanted(row, column)
     if isinstance(wanted, str):
         wanted = json.loads(wanted)
+    kind: Any = validator_for(wanted)
     try:
-        value = json.loads(fenced(completion))
+        kind.check_schema(wanted)
+    except SchemaError as error:
+        raise ConfigurationError(f"the JSON schema is not valid: {error.message}") from error
+    try:
+        value = json.loads(fenced(completion), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return 0.0
-    return float(_fits(value, wanted))
+    return float(kind(wanted, registry=REGISTRY).is_valid(value))  # the default registry opens addresses
 
 
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "object": lambda value: isinstance(value, dict),
-    "array": lambda value: isinstance(value, list),
-    "string": lambda value: isinstance(value, str),
-    "boolean": lambda value: isinstance(value, bool),
-    "null": lambda value: value is None,
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
-}
-_CHECKS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "minimum": ("number", lambda value, limit: value >= limit),
-    "maximum": ("number", lambda value, limit: value <= limit),
-    "minLength": ("string", lambda value, limit: len(value) >= limit),
-    "maxLength": ("string", lambda value, limit: len(value) <= limit),
-    "minItems": ("array", lambda value, limit: len(value) >= limit),
-    "maxItems": ("array", lambda value, limit: len(value) <= limit),
-    "pattern": ("string", lambda value, limit: re.search(limit, value) is not None),
-    "required": ("object", lambda value, names: all(name in value for name in names)),
-    "items": ("array", lambda value, schema: all(_fits(item, schema) for item in value)),
-    "properties": (
-        "object",
-        lambda value, schemas: all(_fits(value[name], schemas[name]) for name in schemas if name in value),
-    ),
-}
-_NOTES = ("$schema", "title", "description", "default", "examples")
-
-
-def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a value fits a JSON schema.
-
-    Raises:
-        ConfigurationError: For keywords that are not supported.
-    """
-    unknown = [key for key in schema if key not in (*_CHECKS, *_NOTES, "type", "enum", "const", "additionalProperties")]
-    if unknown:
-        raise ConfigurationError(f"the JSON schema has the keyword {unknown[0]!r}, which is not supported")
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(_TYPES[kind](value) for kind in kinds):
-        return False
-    if "enum" in schema and value not in schema["enum"]:
-        return False
-    if "const" in schema and value != schema["const"]:
-        return False
-    closed = schema.get("additionalProperties") is False and isinstance(value, dict)
-    if closed and not value.keys() <= schema.get("properties", {}).keys():
-        return False
-    return all(
-        check(value, schema[key]) for key, (kind, check) in _CHECKS.items() if key in schema and _TYPES[kind](value)
-    )
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def fenced(text: str) -> str:
@@ -247,32 +211,66 @@ def fenced(text: str) -> str:
 def valid_python(prompt: str, completion: str, row: Row) -> float:
     """Return 1 if the completion is Python code that can be parsed and that does something, else 0."""
     try:
-        return float(bool(ast.parse(fenced(completion)).body))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the latter two for deeply nested code
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unknown escapes in the code
+            return float(bool(ast.parse(fenced(completion)).body))
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two for code that is nested too deeply
         return 0.0
 
 
-# Runs in the subprocess before the code. Hooks cannot be taken out again.
+# Runs in the subprocess before the code. Its output is the result, and that of the code goes nowhere. Hooks cannot be
+# taken out again.
 _GUARD = """
-import os, resource, sys
+import _posixsubprocess, os, resource, sys
 limits = {{"RLIMIT_AS": {memory}, "RLIMIT_CPU": {seconds}, "RLIMIT_FSIZE": 2**20, "RLIMIT_NOFILE": 64}}
 for name, most in limits.items():
     resource.setrlimit(getattr(resource, name), (most, most))
 here = os.getcwd() + os.sep
-refused = ("socket.", "subprocess.", "ctypes.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn",
-           "os.kill", "os.putenv", "pty.", "signal.", "shutil.")
-changes = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.chown",
-           "os.truncate", "os.utime")
+refused = ("socket.", "subprocess.", "ctypes.", "sqlite3.", "shutil.", "pty.", "signal.", "resource.", "os.system",
+           "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill", "os.chdir", "os.mkdir", "os.link",
+           "os.symlink", "os.chmod", "os.chown", "os.chflags", "os.utime", "os.setxattr", "os.removexattr")
+unaudited = ("_dbm", "_gdbm", "_multiprocessing", "_posixshmem", "readline")  # they write files without an event
 def guard(event, arguments):
-    if event.startswith(refused):
+    if event.startswith(refused) or (event == "import" and arguments[0] in unaudited):
         raise PermissionError(event)
-    writes = event == "open" and (any(c in (arguments[1] or "") for c in "wax+") or (arguments[2] or 0) & 3)
-    if writes or event in changes:
-        for path in arguments[:2] if event in ("os.rename", "os.link", "os.symlink") else arguments[:1]:
-            if not isinstance(path, int) and not os.path.realpath(os.fsdecode(path)).startswith(here):
-                raise PermissionError(event)
-sys.addaudithook(guard)
+    paths = ()
+    if event == "open":
+        path, mode, flags = arguments
+        if any(c in (mode or "") for c in "wax+") or (flags or 0) & 3:
+            paths = (path,)
+        elif mode is None and os.path.isdir(path):  # a descriptor to which the paths of other calls are relative
+            raise PermissionError(event)
+    elif event in ("os.remove", "os.rename", "os.rmdir", "os.truncate"):
+        paths = arguments[:1 + (event == "os.rename")]
+    for path in paths:
+        if not isinstance(path, int) and not os.path.realpath(os.fsdecode(path)).startswith(here):
+            raise PermissionError(event)
+def run(code, tests, token, exec=exec, compile=compile, dict=dict, write=os.write, leave=os._exit):
+    result = os.dup(1)
+    write(result, b"ready")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    _posixsubprocess.fork_exec = None  # has no event
+    sys.modules["__main__"] = type(sys)("__main__")
+    sys.addaudithook(guard)
+    sys.modules["solution"] = type(sys)("solution")
+    space = sys.modules["solution"].__dict__
+    try:
+        exec(compile(code, "code", "exec"), space)
+    except BaseException:
+        leave(1)
+    passed = 0
+    for test in tests:
+        try:
+            exec(compile(test, "test", "exec"), dict(space))
+            passed += 1
+        except BaseException:
+            pass
+    write(result, (token + " %d" % passed).encode())
+    leave(0)
 """
+_MOST_OUTPUT = 10_000  # bytes that are read of a result
 
 
 def python_tests(
@@ -286,8 +284,9 @@ def python_tests(
 ) -> float:
     """Return the share of tests that Python code passes, which runs in a process of its own.
 
-    Time, memory and the size of files are limited. Network, other processes, and changes of files outside of a
-    temporary folder are refused. This stops accidents, and not somebody who attacks Python itself.
+    Time, memory and the size of files are limited. Network, other processes, folders, and changes of files outside of
+    a temporary folder are refused. This stops accidents, and not somebody who attacks Python itself. Code can deceive
+    tests, for example with objects that are equal to everything.
 
     Args:
         prompt: Prompt.
@@ -300,42 +299,38 @@ def python_tests(
     """
     tests = _wanted(row, column)
     tests = [tests] if isinstance(tests, str) else list(tests)
-    if not tests:
-        raise ConfigurationError(f"{column!r} holds no tests")
+    if not tests or not all(isinstance(test, str) for test in tests):
+        raise ConfigurationError(f"{column!r} must hold tests as texts, got {row[column]!r}")
     code = (prompt if with_prompt else "") + fenced(completion)
-    # The names of the results are drawn anew, so that code cannot print them itself.
-    token = secrets.token_hex(16)
-    runs = "".join(
-        f"\ntry:\n    exec(compile({test!r}, 'test', 'exec'), dict(space))\n    passed += 1\n"
-        "except BaseException:\n    pass\n"
-        for test in tests
-    )
-    program = (
-        _GUARD.format(memory=megabytes * 2**20, seconds=math.ceil(seconds))
-        + "space = {'__name__': 'code'}\nwrite = sys.__stdout__.write\npassed = 0\n"
-        + f"try:\n    exec(compile({code!r}, 'code', 'exec'), space)\n"
-        + "except BaseException:\n    os._exit(1)\n"
-        + runs
-        + f"write({token!r} + ' ' + str(passed) + '\\n')\nsys.__stdout__.flush()\nos._exit(0)\n"
-    )
-    with tempfile.TemporaryDirectory() as folder:
+    token = secrets.token_hex(16)  # unknown to code that writes to the file of the result
+    guard = _GUARD.format(memory=megabytes * 2**20, seconds=math.ceil(seconds))
+    output = _output_of(f"{guard}run({code!a}, {tests!a}, {token!r})\n", seconds)
+    if not output.startswith("ready"):
+        reason = output.strip().rpartition("\n")[2] or "it needs more time or memory"
+        raise ConfigurationError(f"Python could not be started under the limits of time and memory: {reason}")
+    found = re.fullmatch(f"ready{token} ([0-9]+)", output)
+    return int(found[1]) / len(tests) if found else 0.0
+
+
+def _output_of(program: str, seconds: float) -> str:
+    """Run a Python program in a process of its own, end all that it has started, and return its output."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as written:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-"],  # the program is no argument, which a process may read
+            cwd=folder,
+            env={},
+            stdin=subprocess.PIPE,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(  # noqa: S603 (under the limits above)
-                [sys.executable, "-I", "-S", "-c", program],
-                cwd=folder,
-                env={},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-                timeout=seconds,
-                check=False,
-            )
+            process.communicate(program.encode(), timeout=seconds)
         except subprocess.TimeoutExpired:
-            return 0.0
-    last = done.stdout.rstrip("\n").rpartition("\n")[2].split(" ")
-    if done.returncode != 0 or last[0] != token or len(last) != 2:
-        return 0.0
-    return min(int(last[1]), len(tests)) / len(tests)
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        written.seek(0)
+        return written.read(_MOST_OUTPUT).decode(errors="replace")
