@@ -158,6 +158,7 @@ PUBLIC: dict[str, str] = {
     "DistillationLoss": "tasks.distillation",
     "Divergence": "losses.distillation",
     "Preference": "tasks.preference",
+    "RewardModel": "tasks.reward_models",
     "RewardModeling": "tasks.reward_modeling",
     "UnpairedPreference": "tasks.unpaired_preference",
     "PolicyLoss": "losses.policy",

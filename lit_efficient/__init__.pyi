@@ -138,6 +138,7 @@ from lit_efficient.tasks.distillation import Distillation as Distillation
 from lit_efficient.tasks.distillation import DistillationLoss as DistillationLoss
 from lit_efficient.losses.distillation import Divergence as Divergence
 from lit_efficient.tasks.preference import Preference as Preference
+from lit_efficient.tasks.reward_models import RewardModel as RewardModel
 from lit_efficient.tasks.reward_modeling import RewardModeling as RewardModeling
 from lit_efficient.tasks.unpaired_preference import UnpairedPreference as UnpairedPreference
 from lit_efficient.losses.policy import PolicyLoss as PolicyLoss

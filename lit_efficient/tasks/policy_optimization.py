@@ -34,6 +34,7 @@ from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.reference_task import ReferenceTask
+from lit_efficient.tasks.reward_models import RewardModel, RewardScorer
 from lit_efficient.tasks.rewards import Reward
 from lit_efficient.tasks.rollout import Answers, Experience, Rollout, check_writes, joined, moved, write_answers
 
@@ -56,7 +57,7 @@ class PolicyOptimization(ReferenceTask):
     ``truncated`` of one sample of each prompt.
 
     Args:
-        rewards: Rewards, summed by their weights.
+        rewards: Rewards, summed by their weights: functions (`Reward`) and networks (`RewardModel`).
         model: As in `LanguageModeling`, with trained weights or with ``start_from``.
         loss: The loss.
         rollout: Generation of the samples, at least 2 of each prompt.
@@ -73,7 +74,7 @@ class PolicyOptimization(ReferenceTask):
 
     def __init__(
         self,
-        rewards: list[Reward],
+        rewards: list[Reward | RewardModel],
         model: GPTConfig | CausalLMConfig = _DEFAULT_MODEL,
         loss: PolicyLoss = PolicyLoss(),  # noqa: B008 (frozen)
         rollout: Rollout = Rollout(),  # noqa: B008 (frozen)
@@ -89,7 +90,7 @@ class PolicyOptimization(ReferenceTask):
         check_number("PolicyOptimization", "rollout.samples", rollout.samples, least=2, whole=True)
         names = [reward.name for reward in rewards]
         if len({*names}) < len(names):
-            raise refusal("PolicyOptimization", "rewards", "functions with different names", names)
+            raise refusal("PolicyOptimization", "rewards", "functions or models with different names", names)
         if loss.overlong > rollout.max_new_tokens:
             allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
             raise refusal("PolicyOptimization", "loss.overlong", allowed, loss.overlong)
@@ -100,6 +101,7 @@ class PolicyOptimization(ReferenceTask):
         self._held: dict[int, Experience] = {}  # by the number of the micro-batch in an optimizer step
         self._place = (0, -1)  # step and number of the last micro-batch
         self._rewarded = False  # a sample of this run has had a reward
+        self._scorers: dict[str, RewardScorer] = {}  # reward models by their names
         self.save_hyperparameters({"uses": uses})
 
     @property
@@ -110,6 +112,16 @@ class PolicyOptimization(ReferenceTask):
     def num_tokens(self, batch: dict[str, Any]) -> int:
         """Return the number of prompts of a batch."""
         return len(batch["prompts"])
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "predict":
+            return
+        for reward in self.rewards:
+            if isinstance(reward, RewardModel) and reward.name not in self._scorers:
+                self._scorers[reward.name] = reward.load()
+                if self.rollout.chat:
+                    self._scorers[reward.name].check_chat()
 
     def on_fit_start(self) -> None:
         check_writes(self, self.rollout)
@@ -230,20 +242,21 @@ class PolicyOptimization(ReferenceTask):
 
     def _judge(self, prompts: Sequence[Any], texts: Sequence[str], rows: Sequence[Any]) -> Tensor:
         """Return the weighted rewards ``[N, functions]``, with NaN where one fails, and warn about these."""
+        asked = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in prompts]
         found = []
         sentences = []
-        for prompt, text, row in zip(prompts, texts, rows):
-            asked = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-            values = []
-            for reward in self.rewards:
-                value, sentence = reward(asked, text, row)
-                values.append(value * reward.weight)
+        for reward in self.rewards:
+            if isinstance(reward, RewardModel):
+                own = self._scorers[reward.name](prompts, texts, self.rollout.chat, self.device)
+            else:
+                own = [reward(*sample) for sample in zip(asked, texts, rows)]
+            found.append([value * reward.weight for value, _ in own])
+            for prompt, text, (_, sentence) in zip(asked, texts, own):
                 if sentence:
-                    sentences.append(f"{sentence} (prompt {asked[:60]!r}, completion {text[:60]!r})")
-            found.append(values)
+                    sentences.append(f"{sentence} (prompt {prompt[:60]!r}, completion {text[:60]!r})")
         for sentence in sentences[:_MOST_SENTENCES]:
             rank_zero_warn(f"PolicyOptimization: a sample is left out: {sentence}")
-        parts = torch.tensor(found)
+        parts = torch.tensor(found).T
         self._rewarded = self._rewarded or not bool(parts.sum(1).isnan().all())
         if not self._rewarded:
             raise ConfigurationError(

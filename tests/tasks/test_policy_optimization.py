@@ -201,7 +201,7 @@ def test_the_loss_is_that_of_rows_read_alone_and_truncated_samples_are_left_out(
     ("options", "sentence"),
     [
         ({"rewards": []}, "rewards must be a list of at least one Reward"),
-        ({"rewards": [letters, letters]}, "rewards must be functions with different names"),
+        ({"rewards": [letters, letters]}, "rewards must be functions or models with different names"),
         ({"uses": 0}, "uses must be a whole number of at least 1"),
         ({"rollout": Rollout(samples=1)}, "rollout.samples must be a whole number of at least 2"),
         ({"loss": PolicyLoss(overlong=7)}, "loss.overlong must be at most rollout.max_new_tokens = 6"),
