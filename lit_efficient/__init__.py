@@ -156,6 +156,8 @@ PUBLIC: dict[str, str] = {
     "LanguageModeling": "tasks.language_modeling",
     "Distillation": "tasks.distillation",
     "DistillationLoss": "tasks.distillation",
+    "OnPolicyDistillation": "tasks.on_policy_distillation",
+    "WeightedTeacher": "tasks.teacher",
     "Divergence": "losses.distillation",
     "Preference": "tasks.preference",
     "RewardModel": "tasks.reward_models",

@@ -136,6 +136,8 @@ from lit_efficient.optimizers.low_bit import to_low_bit as to_low_bit
 from lit_efficient.tasks.language_modeling import LanguageModeling as LanguageModeling
 from lit_efficient.tasks.distillation import Distillation as Distillation
 from lit_efficient.tasks.distillation import DistillationLoss as DistillationLoss
+from lit_efficient.tasks.on_policy_distillation import OnPolicyDistillation as OnPolicyDistillation
+from lit_efficient.tasks.teacher import WeightedTeacher as WeightedTeacher
 from lit_efficient.losses.distillation import Divergence as Divergence
 from lit_efficient.tasks.preference import Preference as Preference
 from lit_efficient.tasks.reward_models import RewardModel as RewardModel

@@ -101,6 +101,25 @@ class TopKTeacher:
         return values * how.factor, gradient.mul_(how.factor / how.temperature)
 
 
+@dataclass(frozen=True)
+class WeightedTeachers:
+    """Several teachers, whose divergences are averaged by weights."""
+
+    teachers: Sequence[Teacher]
+    weights: Sequence[float]
+
+    def compare(self, rows: slice, logits: Tensor, how: Divergence) -> tuple[Tensor, Tensor]:
+        """Compute the mean divergence as :meth:`Teacher.compare` describes."""
+        mean = logits.new_zeros(len(logits))
+        gradient = torch.zeros_like(logits)
+        for teacher, weight in zip(self.teachers, self.weights):
+            values, own = teacher.compare(rows, logits, how)
+            share = weight / sum(self.weights)
+            mean = mean + share * values
+            gradient[:, : own.shape[1]].add_(own, alpha=share)
+        return mean, gradient
+
+
 def chunked_distillation(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -165,7 +184,8 @@ def chunked_losses(
         head: Head of the student. It is called on each chunk, and its own backward pass runs directly afterwards.
         hidden: Hidden states of the student, ``[N, H]``.
         parameters: Parameters of the head that train.
-        teacher: A `LiveTeacher`, a `TopKTeacher`, or ``None`` for the cross-entropy alone, which needs ``weight=0``.
+        teacher: A `LiveTeacher`, a `TopKTeacher`, `WeightedTeachers`, or ``None`` for the cross-entropy alone, which
+            needs ``weight=0``.
         labels: ``[N]`` in [0, V_s), or ``None`` for no cross-entropy, which needs ``weight=1``.
         divergence: The divergence D. ``None`` takes the forward KL at temperature 1.
         weight: Weight w of the divergence, in [0, 1].

@@ -18,8 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_efficient.data.text.teacher_cache import ROW, TopKCache, cache_key, write_top_k
-from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
+from lit_efficient.errors import ConfigurationError, check_list, check_number, checks_types, refusal
 from lit_efficient.files.cache import cache_root
+from lit_efficient.files.records import rebuild
 from lit_efficient.internals.hugging_face import masks_unread
 from lit_efficient.internals.lightning_loops import arrives_unchanged
 from lit_efficient.internals.lightning_metrics import logs_in_bar
@@ -32,6 +33,7 @@ from lit_efficient.losses.chunked_distillation import (
     Teacher,
     TokenLosses,
     TopKTeacher,
+    WeightedTeachers,
     chunked_losses,
 )
 from lit_efficient.losses.distillation import Divergence, top_k_of
@@ -44,7 +46,7 @@ from lit_efficient.models.probes.output_head import check_head, hidden_states, o
 from lit_efficient.surgery import moved
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.ordered import in_order
-from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource, tokens_in_common
+from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource, WeightedTeacher, tokens_in_common
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
 _DEFAULT_STUDENT = GPTConfig()
@@ -93,7 +95,8 @@ class Distillation(LanguageModeling):
 
     Args:
         teacher: Checkpoint of `LanguageModeling`, name or folder of a Hugging Face model, or a `CausalLMConfig` (with
-            ``quantize`` and ``dtype``).
+            ``quantize`` and ``dtype``). Several are a list of ``{teacher, weight}``: the divergence is the mean of
+            those from each of them.
         model: The student, as in `LanguageModeling`.
         objective: Objective of the student.
         cache_top_k: Run the teacher once over the training data, and store the probabilities of this many tokens on
@@ -108,7 +111,7 @@ class Distillation(LanguageModeling):
 
     def __init__(
         self,
-        teacher: str | CausalLMConfig,
+        teacher: str | CausalLMConfig | list[WeightedTeacher],
         model: GPTConfig | CausalLMConfig = _DEFAULT_STUDENT,
         objective: DistillationLoss = _DEFAULT_LOSS,
         cache_top_k: int | None = None,
@@ -117,46 +120,48 @@ class Distillation(LanguageModeling):
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
     ) -> None:
-        if isinstance(teacher, Mapping):  # from the hyper-parameters of a checkpoint
-            teacher = CausalLMConfig(**teacher)
+        teachers = _teachers(teacher)
         if isinstance(objective, Mapping):
             objective = DistillationLoss(**{**objective, "divergence": Divergence(**objective["divergence"])})
         check_number("Distillation", "cache_top_k", cache_top_k, least=1, whole=True, null=True)
+        if cache_top_k is not None and len(teachers) > 1:
+            raise refusal("Distillation", "cache_top_k", "null with several teachers", cache_top_k)
         super().__init__(model, learning_rate, weight_decay, warmup_steps)
-        self.teacher = teacher
+        self.teacher = teachers if len(teachers) > 1 else teachers[0].teacher
         self.objective = objective
         self.cache_top_k = cache_top_k
         self.cache_dir = cache_dir
         self.save_hyperparameters(
             {
-                "teacher": teacher if isinstance(teacher, str) else asdict(teacher),
+                "teacher": [asdict(one) for one in teachers],
                 "objective": asdict(objective),
                 "cache_top_k": cache_top_k,
                 "cache_dir": cache_dir,
             }
         )
         self.epoch_divergence = TokenMetrics()
-        self._source = TeacherSource(teacher)
-        self._live: FrozenNetwork | None = None
+        self._sources = [TeacherSource(one.teacher) for one in teachers]
+        self._weights = [one.weight for one in teachers]
+        self._live: list[FrozenNetwork] = []
         self._cache: TopKCache | None = None
         self._shared: int | None = None  # number of tokens that both networks know
         self._checked: set[int] = set()  # ids of networks whose head has been checked
-        self._read = DocumentRows("Distillation: teacher")
+        self._read: dict[int, DocumentRows] = {}  # by the ids of teachers
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        self._read = DocumentRows("Distillation: teacher", self._rows.longest)
+        self._read = {}
         if stage == "predict":
             return
         if self.tokenizer_state is not None:
-            theirs = self._source.tokenizer_state()
-            self._shared = tokens_in_common(self.tokenizer_state, theirs, str(self._source.name))
-        if self.cache_top_k is None and self._live is None:
-            self._live = self._source.load(empty=hasattr(self.trainer.strategy, "shard_frozen"))
+            for source in self._sources:
+                self._shared = tokens_in_common(self.tokenizer_state, source.tokenizer_state(), str(source.name))
+        if self.cache_top_k is None and not self._live:
+            empty = hasattr(self.trainer.strategy, "shard_frozen")
+            self._live = [source.load(empty) for source in self._sources]
 
     def on_sharded(self) -> None:
-        if self._live is not None:
-            self._teacher_network()  # loads its weights before the first step
+        self._teacher_networks()  # loads their weights before the first step
 
     def on_train_start(self) -> None:
         if self.cache_top_k is not None:
@@ -169,7 +174,7 @@ class Distillation(LanguageModeling):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the distillation loss: the mean over all tokens, and one value for each sequence ``[B]``."""
-        parts, targets, extra_loss = self._token_losses(batch, self.objective.weight)
+        parts, targets, extra_loss = self._token_losses(batch, self._weight(batch))
         loss, sample_loss = sample_means(parts.loss, targets)
         self.log("train/cross_entropy", sample_means(parts.cross_entropy, targets)[0])
         self.log("train/divergence", sample_means(parts.divergence, targets)[0])
@@ -202,10 +207,14 @@ class Distillation(LanguageModeling):
         self.epoch_divergence.reset()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        parts, targets, _ = self._token_losses(batch, 0.0 if self._live is None else self.objective.weight)
+        parts, targets, _ = self._token_losses(batch, self.objective.weight if self._live else 0.0)
         self._add_to_epoch(parts.cross_entropy, targets, batch)
-        if self._live is not None:
+        if self._live:
             self.epoch_divergence.update(parts.divergence, targets)
+
+    def _weight(self, batch: Mapping[str, Tensor]) -> float:
+        """Return the weight of the divergence for a training batch."""
+        return self.objective.weight
 
     def _losses(
         self, batch: dict[str, Tensor], weighting: TokenWeighting | None = None
@@ -256,7 +265,9 @@ class Distillation(LanguageModeling):
         if network is self.network:
             inputs = self._rows.arguments(network, batch, self._agree)
         else:  # without agreement of the processes: only one of them runs the teacher that fills a cache
-            inputs = self._read.arguments(network, batch)
+            if id(network) not in self._read:
+                self._read[id(network)] = DocumentRows("Distillation: teacher", self._rows.longest)
+            inputs = self._read[id(network)].arguments(network, batch)
         if id(network) not in self._checked:
             options = {name: value for name, value in inputs.items() if isinstance(value, bool)}  # such as use_cache
             check_head(network, {"input_ids": batch["input_ids"], **options})
@@ -278,7 +289,8 @@ class Distillation(LanguageModeling):
     def _teacher_of(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> Teacher:
         """Return the teacher's distribution for the tokens ``chosen`` among all ``B T``."""
         if self._cache is None:
-            return self._live_teacher(batch, chosen, vocab_size)
+            live = self._live_teachers(batch, chosen, vocab_size)
+            return WeightedTeachers(live, self._weights) if len(live) > 1 else live[0]
         answers: Mapping[str, Tensor] = batch
         if _ANSWERS[0] not in batch:  # a hook changes batches during the transfer, or no trainer has transferred it
             answers = self._looked_up({name: batch[name].cpu() for name in ROW if name in batch})
@@ -286,36 +298,36 @@ class Distillation(LanguageModeling):
         return TopKTeacher(ids, log_probs, vocab_size)
 
     @torch.no_grad()
-    def _live_teacher(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> LiveTeacher:
-        """Run the teacher on a batch, and return its hidden states for the tokens ``chosen``."""
-        network = self._teacher_network()
-        hidden, _ = self._hidden_states(network, batch)
-        return LiveTeacher(hidden.flatten(0, 1)[chosen], output_head(network), vocab_size)
+    def _live_teachers(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> list[LiveTeacher]:
+        """Run the teachers on a batch, and return their hidden states for the tokens ``chosen``."""
+        teachers = []
+        for network in self._teacher_networks():
+            hidden, _ = self._hidden_states(network, batch)
+            teachers.append(LiveTeacher(hidden.flatten(0, 1)[chosen], output_head(network), vocab_size))
+        return teachers
 
-    def _teacher_network(self) -> nn.Module:
-        """Return the teacher network.
+    def _teacher_networks(self) -> list[nn.Module]:
+        """Return the networks of live teachers.
 
-        It is sharded if every process calls it, and whole if only rank 0 calls it to fill a cache.
+        They are sharded if every process calls them, and whole if only rank 0 calls one to fill a cache.
         """
-        assert self._live is not None
         strategy = getattr(trainer_of(self), "strategy", None)
         device = getattr(strategy, "root_device", self.device)
         if self.cache_top_k is not None:
             strategy = None
-        return self._live.on(device, strategy)
+        return [teacher.on(device, strategy) for teacher in self._live]
 
     def _vocabulary(self, rows: int) -> int:
         """Return the number of tokens to compare, for a student whose head has ``rows`` rows."""
         if self._shared is not None:
             return self._shared
-        theirs = rows
-        if self._live is not None:
-            theirs = output_head(self._teacher_network()).rows
-        if rows != theirs:
-            raise ConfigurationError(
-                f"Distillation: without a tokenizer in the data, student and teacher must have the same number of "
-                f"token ids, got {rows} and {theirs}: it is unknown which of them are padding"
-            )
+        for network in self._teacher_networks():
+            theirs = output_head(network).rows
+            if rows != theirs:
+                raise ConfigurationError(
+                    f"Distillation: without a tokenizer in the data, student and teacher must have the same number of "
+                    f"token ids, got {rows} and {theirs}: it is unknown which of them are padding"
+                )
         return rows
 
     def _cached(self, k: int) -> TopKCache:
@@ -327,30 +339,47 @@ class Distillation(LanguageModeling):
         if k > size:
             raise refusal("Distillation", "cache_top_k", f"at most {size}, the size of the vocabulary", k)
         settings = {"k": k, "temperature": temperature, "vocab_size": size, "precision": str(self.trainer.precision)}
-        folder = cache_root(self.cache_dir) / "teacher" / cache_key(self._source.digest(), settings, batches())
+        folder = cache_root(self.cache_dir) / "teacher" / cache_key(self._sources[0].digest(), settings, batches())
 
         def answer(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             learned = targets_of(batch) != IGNORE
-            if self._live is None:
+            if not self._live:
                 rank_zero_info(f"Distillation: the teacher runs once over all training data, for {folder}")
-                self._live = self._source.load()
+                self._live = [self._sources[0].load()]
                 self._vocabulary(size)
             with torch.no_grad(), self.trainer.precision_plugin.forward_context():
-                teacher = self._live_teacher(batch, learned.flatten(), size)
+                (teacher,) = self._live_teachers(batch, learned.flatten(), size)
                 chunks = teacher.hidden.split(self.objective.chunk_size)
                 kept = [top_k_of(teacher.head(chunk)[:, :size], k, temperature) for chunk in chunks]
             return torch.cat([ids for ids, _ in kept]), torch.cat([log_probs for _, log_probs in kept])
 
         write_top_k(folder, batches(), answer)
-        self._live = None  # free its memory for the student
+        self._live = []  # free its memory for the student
         self._checked.clear()
+        self._read.clear()
         return TopKCache(folder, thorough=self.trainer.is_global_zero)
 
     def _log_epoch(self, prefix: str) -> None:
         super()._log_epoch(prefix)
-        if self._live is not None:
+        self._log_divergence(prefix)
+
+    def _log_divergence(self, prefix: str) -> None:
+        if self._live:
             self.log(f"{prefix}/divergence", self.epoch_divergence.compute()["loss"], sync_dist=True)
+
+
+def _teachers(given: Any) -> list[WeightedTeacher]:
+    """Return the teachers of an argument, or of the hyper-parameters of a checkpoint, which are primitives."""
+    found = given if isinstance(given, list) else [WeightedTeacher(given)]
+    if found and isinstance(found[0], Mapping):
+        found = [WeightedTeacher(_source(one["teacher"]), one["weight"]) for one in found]
+    check_list("Distillation", "teacher", found, "a model, or a list of at least one WeightedTeacher")
+    return found
+
+
+def _source(stored: Any) -> str | CausalLMConfig:
+    return rebuild(CausalLMConfig, stored) if isinstance(stored, Mapping) else stored
 
 
 def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

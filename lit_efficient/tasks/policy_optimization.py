@@ -36,7 +36,16 @@ from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.reference_task import ReferenceTask
 from lit_efficient.tasks.reward_models import RewardModel, RewardScorer
 from lit_efficient.tasks.rewards import Reward
-from lit_efficient.tasks.rollout import Answers, Experience, Rollout, check_writes, joined, moved, write_answers
+from lit_efficient.tasks.rollout import (
+    Answers,
+    Experience,
+    Rollout,
+    check_writes,
+    joined,
+    moved,
+    sample_seeds,
+    write_answers,
+)
 
 _MOST_SENTENCES = 3  # warnings about rewards in one batch
 _HELD = "policy_optimization"
@@ -197,8 +206,7 @@ class PolicyOptimization(ReferenceTask):
         """Write samples for the prompts of a batch, and compute their rewards and advantages."""
         group = self.rollout.samples
         prompts = [prompt for prompt in batch["prompts"] for _ in range(group)]
-        places = [i * self.trainer.world_size + self.trainer.global_rank for i in range(len(batch["prompts"]))]
-        seeds = [mix_seed(seed, place, number) for place in places for number in range(group)]
+        seeds = sample_seeds(self.trainer, seed, len(batch["prompts"]), group)
         written = self._write(prompts, seeds)
         samples = written.samples
         rows = [row for row in batch["rows"] for _ in range(group)]

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConflictError, check_number, checks_types, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.losses.next_token import IGNORE
@@ -121,6 +123,15 @@ def continue_ids(
     for i, sample in enumerate(samples):
         texts.append(ending.text(i, sample.tokens[:-1] if sample.end == "stop" else sample.tokens)[0])
     return Answers(ids, samples, texts)
+
+
+def sample_seeds(trainer: Trainer, seed: int, prompts: int, samples: int) -> list[int]:
+    """Return one seed for each of several samples of each prompt in the batch of this process.
+
+    Prompt i of process r is number i x processes + r of all, so that one process with all prompts draws the same.
+    """
+    places = [i * trainer.world_size + trainer.global_rank for i in range(prompts)]
+    return [mix_seed(seed, place, number) for place in places for number in range(samples)]
 
 
 def _stop_ids(task: LanguageModeling) -> set[int]:

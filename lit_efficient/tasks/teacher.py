@@ -16,7 +16,7 @@ from torch import nn
 
 from lit_efficient.data.text.chat_tokenizer import token_ids, unpack_tokenizer
 from lit_efficient.distributed.weight_slices import fill_waiting
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, check_number, checks_types
 from lit_efficient.files.cache import digest_of
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import sha256_of
@@ -25,6 +25,23 @@ from lit_efficient.models.libraries.causal_lm import CausalLMConfig, stored_fold
 from lit_efficient.models.libraries.gguf_file import is_gguf
 from lit_efficient.surgery import own_draws, weights_wait
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
+
+
+@checks_types
+@dataclass(frozen=True)
+class WeightedTeacher:
+    """One of several teachers.
+
+    Args:
+        teacher: Checkpoint of `LanguageModeling`, name or folder of a Hugging Face model, or a `CausalLMConfig`.
+        weight: Weight of its divergence, above 0. The weights are divided by their sum.
+    """
+
+    teacher: str | CausalLMConfig
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("WeightedTeacher", "weight", self.weight, above=0)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from lit_efficient import ConfigurationError
 from lit_efficient.losses.chunked_distillation import (
     LiveTeacher,
     TopKTeacher,
+    WeightedTeachers,
     chunked_distillation,
     chunked_losses,
 )
@@ -174,6 +175,40 @@ def test_a_teacher_of_which_k_tokens_were_kept(how: Divergence) -> None:
     torch.testing.assert_close(previous, whole.detach())
 
 
+@pytest.mark.parametrize("how", ALL)
+def test_several_teachers_are_averaged_by_their_weights(how: Divergence) -> None:
+    """Two live teachers, of which one has padding, and one with its most likely tokens, token by token."""
+    parts = tensors()
+    second = draw(21, 3, seed=5), draw(10, 3, seed=6)
+    third = draw(21, 10, seed=7)
+    ids, log_probs = top_k_of(third, 4, how.temperature)
+    teachers = WeightedTeachers(
+        [
+            LiveTeacher(parts["teacher_hidden"], partial(F.linear, weight=parts["teacher_weight"]), 10),
+            LiveTeacher(second[0], partial(F.linear, weight=second[1]), 10),
+            TopKTeacher(ids, log_probs, 10),
+        ],
+        [3.0, 0.5, 1.5],
+    )
+    student = [parts["student_hidden"], parts["student_weight"]]
+    head = partial(F.linear, weight=student[1])
+    found = chunked_losses(head, student[0], student[1:], teachers, None, divergence=how, chunk_size=4)
+    whole = [parts["teacher_hidden"] @ parts["teacher_weight"].T, second[0] @ second[1].T]
+    expected = []
+    for token in range(21):
+        logits = student[0][token] @ student[1].T
+        values = [distillation_divergence(logits, teacher[token], how, vocab_size=10) for teacher in whole]
+        seen = seen_as(
+            log_probabilities(logits[None], 10, how.temperature), ids[token : token + 1], log_probs[token : token + 1]
+        )
+        values.append(how.measure(log_probs[token : token + 1], seen)[0][0] * how.factor)
+        expected.append((3 * values[0] + 0.5 * values[1] + 1.5 * values[2]) / 5)
+    torch.testing.assert_close(found.divergence, torch.stack(expected).detach())
+    ours = torch.autograd.grad(found.loss.sum(), student)
+    for gradient, right in zip(ours, torch.autograd.grad(torch.stack(expected).sum(), student)):
+        torch.testing.assert_close(gradient, right)
+
+
 @pytest.mark.parametrize("upstream", [torch.ones(21), torch.linspace(0.5, 2, 21)])
 def test_under_autocast_it_is_the_dense_loss_under_autocast(upstream: torch.Tensor) -> None:
     """Also where tokens are weighted afterwards: the second pass is made outside of the autocast's block."""
@@ -214,6 +249,13 @@ def test_no_tensor_is_tokens_times_vocabulary() -> None:
     with Largest() as seen:
         losses = chunked_distillation(student, weight, *teacher, labels, weight=0.5, chunk_size=chunk)
         losses.loss.backward(torch.rand(tokens, dtype=torch.float64))  # unlike weights: the second pass, too
+    assert chunk * vocabulary <= seen.elements < 2 * chunk * vocabulary
+    live = LiveTeacher(teacher[0], partial(F.linear, weight=teacher[1]))
+    with Largest() as seen:
+        several = WeightedTeachers([live, live], [1.0, 2.0])
+        chunked_losses(
+            partial(F.linear, weight=weight), student, [weight], several, labels, chunk_size=chunk
+        ).loss.sum().backward()
     assert chunk * vocabulary <= seen.elements < 2 * chunk * vocabulary
     with Largest() as seen:
         distillation_divergence(student @ weight.T, teacher[0] @ teacher[1].T)

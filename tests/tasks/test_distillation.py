@@ -98,7 +98,7 @@ def ready(
     task = Distillation("unused", CausalLMConfig(config_fields=student), objective)
     task.configure_model()
     torch.manual_seed(1)
-    task._live = FrozenNetwork(build(CausalLMConfig(config_fields=teacher)))
+    task._live = [FrozenNetwork(build(CausalLMConfig(config_fields=teacher)))]
     logged: dict[str, Any] = {}
     task.log = lambda name, value, **options: logged.update({name: value})  # type: ignore[method-assign]
     return task, logged
@@ -113,14 +113,14 @@ def batch() -> dict[str, torch.Tensor]:
 
 def by_hand(task: Distillation, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
     """The loss from whole logits."""
-    assert task._live is not None
+    assert task._live
     objective, targets = task.objective, targets_of(tokens)
     balance = task._balance()
     asked = {"output_router_logits": True} if balance.is_on else {}
     output = task.network(tokens["input_ids"], use_cache=False, **asked)
     student = output.logits[targets != IGNORE]
     with torch.no_grad():
-        teacher = task._live.on(task.device)(tokens["input_ids"], use_cache=False).logits[targets != IGNORE]
+        teacher = task._live[0].on(task.device)(tokens["input_ids"], use_cache=False).logits[targets != IGNORE]
     divergence = distillation_divergence(student, teacher, objective.divergence).mean()
     loss = objective.weight * divergence + (1 - objective.weight) * F.cross_entropy(student, targets[targets != IGNORE])
     return loss + balance.coefficient * output.aux_loss if balance.is_on else loss
@@ -247,8 +247,8 @@ def test_the_student_comes_nearer_to_a_teacher_with_padded_rows(home: Path, kind
     run.fit(task, datamodule=corpus(home))
     assert seen.divergence[-1] < 0.7 * seen.divergence[0]
     assert {"train/loss", "train/divergence", "train/cross_entropy", "val/loss"} <= run.callback_metrics.keys()
-    assert task._live is not None
-    assert task._live.on(task.device).lm_head.out_features == task.network.head.out_features + 12
+    assert task._live
+    assert task._live[0].on(task.device).lm_head.out_features == task.network.head.out_features + 12
 
 
 def test_nothing_touches_the_teacher(home: Path) -> None:
@@ -258,14 +258,14 @@ def test_nothing_touches_the_teacher(home: Path) -> None:
     run = trainer(default_root_dir=home, callbacks=[QuantizeBase(), LoRA(rank=2), EMA(decay=0.5, warmup=None)])
     run.fit(task, datamodule=corpus(home))
     run.save_checkpoint(home / "student.ckpt")
-    assert task._live is not None
-    teacher = task._live.on(task.device)
+    assert task._live
+    teacher = task._live[0].on(task.device)
     assert_equal(weights(teacher), weights(build(CausalLMConfig(str(home / "teacher")))))
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in teacher.parameters())
     assert not any(module.training for module in teacher.modules())
     inside = {id(part) for part in (*task.modules(), *task.parameters())}
     assert not inside & {id(part) for part in (*teacher.modules(), *teacher.parameters())}
-    assert copy.deepcopy(task)._live is task._live
+    assert copy.deepcopy(task)._live[0] is task._live[0]
     saved = torch.load(home / "student.ckpt", weights_only=True)
     assert saved["state_dict"].keys() < weights(task).keys()
     assert all("lora" in name for name in saved["state_dict"])
@@ -282,11 +282,11 @@ def test_a_checkpoint_alone_writes_and_can_teach(home: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == task.generate_text("def", max_new_tokens=8)[0] + "\n"
     again = Distillation.load_from_checkpoint(home / "second.ckpt", weights_only=True)
     assert (again.teacher, again.objective) == (task.teacher, JSD)
-    assert again._live is None
+    assert not again._live
     third = Distillation(str(home / "second.ckpt"), STUDENT, JSD)
     trainer(default_root_dir=home, max_steps=1).fit(third, datamodule=corpus(home))
-    assert third._live is not None
-    assert_equal(weights(third._live.on(third.device)), weights(task.network))
+    assert third._live
+    assert_equal(weights(third._live[0].on(third.device)), weights(task.network))
 
 
 class SaveAt(Callback):
@@ -407,8 +407,8 @@ def _train_on_shards_of_a_teacher(home: Path) -> None:
         run = trainer(default_root_dir=home, devices=2, strategy=strategy, max_steps=2)
         run.fit(task, datamodule=corpus(home))
         found.append((whole(task.state_dict()), {k: v for k, v in run.callback_metrics.items() if "divergence" in k}))
-        assert task._live is not None
-        blocks = [p for name, p in task._live.on(task.device).named_parameters() if ".layers." in name]
+        assert task._live
+        blocks = [p for name, p in task._live[0].on(task.device).named_parameters() if ".layers." in name]
         assert all(is_sharded(p) is (strategy != "ddp") for p in blocks)
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
