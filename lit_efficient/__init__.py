@@ -157,6 +157,7 @@ PUBLIC: dict[str, str] = {
     "Distillation": "tasks.distillation",
     "DistillationLoss": "tasks.distillation",
     "OnPolicyDistillation": "tasks.on_policy_distillation",
+    "TeacherServer": "tasks.teacher",
     "WeightedTeacher": "tasks.teacher",
     "Divergence": "losses.distillation",
     "Preference": "tasks.preference",

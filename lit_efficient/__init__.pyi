@@ -137,6 +137,7 @@ from lit_efficient.tasks.language_modeling import LanguageModeling as LanguageMo
 from lit_efficient.tasks.distillation import Distillation as Distillation
 from lit_efficient.tasks.distillation import DistillationLoss as DistillationLoss
 from lit_efficient.tasks.on_policy_distillation import OnPolicyDistillation as OnPolicyDistillation
+from lit_efficient.tasks.teacher import TeacherServer as TeacherServer
 from lit_efficient.tasks.teacher import WeightedTeacher as WeightedTeacher
 from lit_efficient.losses.distillation import Divergence as Divergence
 from lit_efficient.tasks.preference import Preference as Preference

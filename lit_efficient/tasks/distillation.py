@@ -41,12 +41,20 @@ from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of
 from lit_efficient.losses.token_weighting import TokenWeighting
 from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
+from lit_efficient.models.libraries.vllm_server import ServedTeacher
 from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.models.probes.output_head import check_head, hidden_states, output_head
 from lit_efficient.surgery import moved
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.ordered import in_order
-from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource, WeightedTeacher, tokens_in_common
+from lit_efficient.tasks.teacher import (
+    FrozenNetwork,
+    TeacherServer,
+    TeacherSource,
+    WeightedTeacher,
+    served_top_k,
+    tokens_in_common,
+)
 from lit_efficient.tasks.token_metrics import TokenMetrics
 
 _DEFAULT_STUDENT = GPTConfig()
@@ -94,9 +102,9 @@ class Distillation(LanguageModeling):
     rows of both heads are padding and are not compared.
 
     Args:
-        teacher: Checkpoint of `LanguageModeling`, name or folder of a Hugging Face model, or a `CausalLMConfig` (with
-            ``quantize`` and ``dtype``). Several are a list of ``{teacher, weight}``: the divergence is the mean of
-            those from each of them.
+        teacher: Checkpoint of `LanguageModeling`, name or folder of a Hugging Face model, a `CausalLMConfig` (with
+            ``quantize`` and ``dtype``), or a `TeacherServer` (``url``). Several are a list of ``{teacher, weight}``:
+            the divergence is the mean of those from each of them.
         model: The student, as in `LanguageModeling`.
         objective: Objective of the student.
         cache_top_k: Run the teacher once over the training data, and store the probabilities of this many tokens on
@@ -111,7 +119,7 @@ class Distillation(LanguageModeling):
 
     def __init__(
         self,
-        teacher: str | CausalLMConfig | list[WeightedTeacher],
+        teacher: str | CausalLMConfig | TeacherServer | list[WeightedTeacher],
         model: GPTConfig | CausalLMConfig = _DEFAULT_STUDENT,
         objective: DistillationLoss = _DEFAULT_LOSS,
         cache_top_k: int | None = None,
@@ -124,8 +132,13 @@ class Distillation(LanguageModeling):
         if isinstance(objective, Mapping):
             objective = DistillationLoss(**{**objective, "divergence": Divergence(**objective["divergence"])})
         check_number("Distillation", "cache_top_k", cache_top_k, least=1, whole=True, null=True)
-        if cache_top_k is not None and len(teachers) > 1:
-            raise refusal("Distillation", "cache_top_k", "null with several teachers", cache_top_k)
+        served = [one.teacher for one in teachers if isinstance(one.teacher, TeacherServer)]
+        if cache_top_k is not None and (served or len(teachers) > 1):
+            allowed = "null with several teachers or a server, whose weights are unknown"
+            raise refusal("Distillation", "cache_top_k", allowed, cache_top_k)
+        if served and objective.divergence.temperature != 1:
+            allowed = "1 with a server, which gives log-probabilities at temperature 1"
+            raise refusal("Distillation", "objective.divergence.temperature", allowed, objective.divergence.temperature)
         super().__init__(model, learning_rate, weight_decay, warmup_steps)
         self.teacher = teachers if len(teachers) > 1 else teachers[0].teacher
         self.objective = objective
@@ -140,9 +153,9 @@ class Distillation(LanguageModeling):
             }
         )
         self.epoch_divergence = TokenMetrics()
-        self._sources = [TeacherSource(one.teacher) for one in teachers]
+        self._sources = [one.source() for one in teachers]
         self._weights = [one.weight for one in teachers]
-        self._live: list[FrozenNetwork] = []
+        self._live: list[FrozenNetwork | ServedTeacher] = []
         self._cache: TopKCache | None = None
         self._shared: int | None = None  # number of tokens that both networks know
         self._checked: set[int] = set()  # ids of networks whose head has been checked
@@ -159,6 +172,9 @@ class Distillation(LanguageModeling):
         if self.cache_top_k is None and not self._live:
             empty = hasattr(self.trainer.strategy, "shard_frozen")
             self._live = [source.load(empty) for source in self._sources]
+            for one in self._live:
+                if isinstance(one, ServedTeacher):
+                    one.server.models()  # raises an error if the server cannot be asked
 
     def on_sharded(self) -> None:
         self._teacher_networks()  # loads their weights before the first step
@@ -298,16 +314,23 @@ class Distillation(LanguageModeling):
         return TopKTeacher(ids, log_probs, vocab_size)
 
     @torch.no_grad()
-    def _live_teachers(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> list[LiveTeacher]:
-        """Run the teachers on a batch, and return their hidden states for the tokens ``chosen``."""
-        teachers = []
-        for network in self._teacher_networks():
+    def _live_teachers(self, batch: Mapping[str, Tensor], chosen: Any, vocab_size: int) -> list[Teacher]:
+        """Run the teachers on a batch, and return their distributions for the tokens ``chosen``."""
+        teachers: list[Teacher] = []
+        networks = iter(self._teacher_networks())
+        for one in self._live:
+            if isinstance(one, ServedTeacher):
+                parts = served_top_k(one, batch, vocab_size)
+                ids, log_probs = (part.flatten(0, 1)[chosen] for part in parts)
+                teachers.append(TopKTeacher(ids, log_probs, vocab_size))
+                continue
+            network = next(networks)
             hidden, _ = self._hidden_states(network, batch)
             teachers.append(LiveTeacher(hidden.flatten(0, 1)[chosen], output_head(network), vocab_size))
         return teachers
 
     def _teacher_networks(self) -> list[nn.Module]:
-        """Return the networks of live teachers.
+        """Return the networks of the teachers in this process.
 
         They are sharded if every process calls them, and whole if only rank 0 calls one to fill a cache.
         """
@@ -315,7 +338,7 @@ class Distillation(LanguageModeling):
         device = getattr(strategy, "root_device", self.device)
         if self.cache_top_k is not None:
             strategy = None
-        return [teacher.on(device, strategy) for teacher in self._live]
+        return [one.on(device, strategy) for one in self._live if isinstance(one, FrozenNetwork)]
 
     def _vocabulary(self, rows: int) -> int:
         """Return the number of tokens to compare, for a student whose head has ``rows`` rows."""
@@ -339,17 +362,20 @@ class Distillation(LanguageModeling):
         if k > size:
             raise refusal("Distillation", "cache_top_k", f"at most {size}, the size of the vocabulary", k)
         settings = {"k": k, "temperature": temperature, "vocab_size": size, "precision": str(self.trainer.precision)}
-        folder = cache_root(self.cache_dir) / "teacher" / cache_key(self._sources[0].digest(), settings, batches())
+        (source,) = self._sources
+        assert isinstance(source, TeacherSource)
+        folder = cache_root(self.cache_dir) / "teacher" / cache_key(source.digest(), settings, batches())
 
         def answer(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             learned = targets_of(batch) != IGNORE
             if not self._live:
                 rank_zero_info(f"Distillation: the teacher runs once over all training data, for {folder}")
-                self._live = [self._sources[0].load()]
+                self._live = [source.load()]
                 self._vocabulary(size)
             with torch.no_grad(), self.trainer.precision_plugin.forward_context():
                 (teacher,) = self._live_teachers(batch, learned.flatten(), size)
+                assert isinstance(teacher, LiveTeacher)
                 chunks = teacher.hidden.split(self.objective.chunk_size)
                 kept = [top_k_of(teacher.head(chunk)[:, :size], k, temperature) for chunk in chunks]
             return torch.cat([ids for ids, _ in kept]), torch.cat([log_probs for _, log_probs in kept])
@@ -371,15 +397,18 @@ class Distillation(LanguageModeling):
 
 def _teachers(given: Any) -> list[WeightedTeacher]:
     """Return the teachers of an argument, or of the hyper-parameters of a checkpoint, which are primitives."""
-    found = given if isinstance(given, list) else [WeightedTeacher(given)]
-    if found and isinstance(found[0], Mapping):
-        found = [WeightedTeacher(_source(one["teacher"]), one["weight"]) for one in found]
-    check_list("Distillation", "teacher", found, "a model, or a list of at least one WeightedTeacher")
+    every: list[Any] = given if isinstance(given, list) else [WeightedTeacher(given)]
+    check_list("Distillation", "teacher", every, "a model, or a list of at least one WeightedTeacher")
+    found = []
+    for one in every:
+        if isinstance(one, Mapping):
+            model = one["teacher"]
+            if isinstance(model, Mapping):
+                model = rebuild(TeacherServer if "url" in model else CausalLMConfig, model)
+            found.append(WeightedTeacher(model, one["weight"]))
+        else:
+            found.append(one)
     return found
-
-
-def _source(stored: Any) -> str | CausalLMConfig:
-    return rebuild(CausalLMConfig, stored) if isinstance(stored, Mapping) else stored
 
 
 def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,6 @@ Source: Agarwal et al. (2023), https://arxiv.org/abs/2306.13649.
 
 import random
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,12 +27,11 @@ from lit_efficient.losses.distillation import Divergence
 from lit_efficient.losses.next_token import IGNORE, targets_of
 from lit_efficient.mechanisms.moving import holds_images
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
-from lit_efficient.models.networks.document_attention import document_starts
 from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.distillation import Distillation, DistillationLoss
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.rollout import Rollout, check_writes, continue_ids, joined, sample_seeds, write_answers
-from lit_efficient.tasks.teacher import WeightedTeacher
+from lit_efficient.tasks.teacher import TeacherServer, WeightedTeacher, documents_of
 
 _TRUNCATED = "truncated"  # entry of a batch of own answers
 
@@ -48,25 +46,15 @@ def prompts_of(batch: Mapping[str, Tensor]) -> list[list[int]]:
         batch: ``input_ids`` and ``labels`` (or ``shift_labels``) ``[B, T]``, with ``attention_mask`` for padded rows
             and ``position_ids`` for packed rows.
     """
-    ids = batch["input_ids"]
-    learned = (targets_of(batch) != IGNORE).tolist()
-    seen = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    starts = torch.zeros_like(ids)
-    if "position_ids" in batch:
-        starts = document_starts(batch["position_ids"])
+    learned = targets_of(batch) != IGNORE
     found = []
-    for row, own in enumerate(learned):
-        begins = [*starts[row].unique().tolist(), len(own)]
-        for begin, end in pairwise(begins):
-            last = end - 1
-            while last >= begin and not own[last]:
-                last -= 1
-            if last < begin:
-                continue
-            while last > begin and own[last - 1]:
-                last -= 1
-            place = slice(begin, last + 1)  # the target of a position is the token behind it
-            found.append(ids[row, place][seen[row, place]].tolist())
+    for row, places in documents_of(batch):
+        own = learned[row, places].tolist()
+        if any(own):
+            start = len(own) - 1 - own[::-1].index(True)  # the last token of the last answer
+            while start > 0 and own[start - 1]:
+                start -= 1
+            found.append(batch["input_ids"][row, places[: start + 1]].tolist())  # a target is the token behind
     return found
 
 
@@ -95,7 +83,7 @@ class OnPolicyDistillation(Distillation):
 
     def __init__(
         self,
-        teacher: str | CausalLMConfig | list[WeightedTeacher],
+        teacher: str | CausalLMConfig | TeacherServer | list[WeightedTeacher],
         model: GPTConfig | CausalLMConfig = _DEFAULT_MODEL,
         objective: DistillationLoss = DistillationLoss(Divergence("reverse_kl"), weight=1.0),  # noqa: B008 (frozen)
         share: float = 0.5,

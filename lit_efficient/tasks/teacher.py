@@ -6,13 +6,13 @@ it. Each process holds the whole network, or shards of it if all processes call 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_efficient.data.text.chat_tokenizer import token_ids, unpack_tokenizer
 from lit_efficient.distributed.weight_slices import fill_waiting
@@ -20,11 +20,52 @@ from lit_efficient.errors import ConfigurationError, check_number, checks_types
 from lit_efficient.files.cache import digest_of
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.files.sums import sha256_of
+from lit_efficient.losses.next_token import IGNORE, targets_of
 from lit_efficient.models.libraries import causal_lm
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig, stored_folder
 from lit_efficient.models.libraries.gguf_file import is_gguf
+from lit_efficient.models.libraries.vllm_server import ServedTeacher
+from lit_efficient.models.networks.document_attention import document_starts
 from lit_efficient.surgery import own_draws, weights_wait
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
+
+
+@checks_types
+@dataclass(frozen=True)
+class TeacherServer:
+    """Teacher behind a vLLM server, by its most likely tokens: ``vllm serve MODEL --max-logprobs K``.
+
+    All other tokens are merged into one. The divergence needs temperature 1.
+
+    Args:
+        url: Address, such as ``http://localhost:8000``. A key is read from ``VLLM_API_KEY``.
+        tokenizer: Folder or name of the tokenizer of its model, which is compared with the student's.
+        k: Number of tokens at each position, at least 1.
+        model: Name of the model. null: the first one of the server.
+        seconds: Longest time to wait for the answer to a row.
+    """
+
+    url: str
+    tokenizer: str
+    k: int = 20
+    model: str | None = None
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        self.load()  # checks the arguments
+
+    @property
+    def name(self) -> str:
+        """Address, for messages."""
+        return self.url
+
+    def tokenizer_state(self) -> dict[str, Any] | None:
+        """Return the teacher's tokenizer in the format of checkpoints."""
+        return hugging_face_tokenizer(CausalLMConfig(self.tokenizer))
+
+    def load(self, empty: bool = False) -> ServedTeacher:
+        """Return the client."""
+        return ServedTeacher(self.url, self.k, self.model, self.seconds)
 
 
 @checks_types
@@ -33,15 +74,19 @@ class WeightedTeacher:
     """One of several teachers.
 
     Args:
-        teacher: Checkpoint of `LanguageModeling`, name or folder of a Hugging Face model, or a `CausalLMConfig`.
+        teacher: Teacher, as in `Distillation`.
         weight: Weight of its divergence, above 0. The weights are divided by their sum.
     """
 
-    teacher: str | CausalLMConfig
+    teacher: str | CausalLMConfig | TeacherServer
     weight: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("WeightedTeacher", "weight", self.weight, above=0)
+
+    def source(self) -> TeacherSource | TeacherServer:
+        """Return where the teacher comes from."""
+        return self.teacher if isinstance(self.teacher, TeacherServer) else TeacherSource(self.teacher)
 
 
 @dataclass(frozen=True)
@@ -147,6 +192,51 @@ class FrozenNetwork:
 
     def __deepcopy__(self, memo: object) -> FrozenNetwork:
         return self
+
+
+def documents_of(batch: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the documents of a batch: the number of the row, and the places of the tokens in it.
+
+    Args:
+        batch: ``input_ids`` ``[B, T]``, with ``attention_mask`` for padded rows and ``position_ids`` for packed rows.
+    """
+    ids = batch["input_ids"]
+    seen = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    starts = torch.zeros_like(ids)
+    if "position_ids" in batch:
+        starts = document_starts(batch["position_ids"])
+    for row in range(len(ids)):
+        for start in starts[row].unique():
+            yield row, ((starts[row] == start) & seen[row]).nonzero()[:, 0]
+
+
+def served_top_k(teacher: ServedTeacher, batch: Mapping[str, Tensor], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Ask a served teacher about the tokens of a batch that contribute to the loss.
+
+    Returns:
+        Ids ``[B, T, k]`` and log-probabilities ``[B, T, k + 1]``, as of `top_k_of`, with zeros for other tokens.
+
+    Raises:
+        ConfigurationError: If one of the most likely tokens is unknown to the student.
+    """
+    targets = targets_of(batch)
+    asked = []
+    for row, places in documents_of(batch):
+        learned = (targets[row, places] != IGNORE).nonzero()
+        if len(learned):
+            asked.append((row, places[: int(learned[-1]) + 2]))  # up to the last token that contributes
+    found = teacher.top_k([batch["input_ids"][row, places].tolist() for row, places in asked])
+    ids = torch.zeros(*targets.shape, teacher.k, dtype=torch.int64, device=targets.device)
+    log_probs = torch.zeros(*targets.shape, teacher.k + 1, device=targets.device)
+    for (row, places), (their_ids, their_log_probs) in zip(asked, found):
+        ids[row, places[:-1]] = their_ids.to(targets.device)
+        log_probs[row, places[:-1]] = their_log_probs.to(targets.device)
+    if int(ids.max()) >= vocab_size:
+        raise ConfigurationError(
+            f"Distillation: the teacher {teacher.server.url} gives the token id {int(ids.max())}, and student and "
+            f"teacher have {vocab_size} tokens in common"
+        )
+    return ids, log_probs
 
 
 def tokens_in_common(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, name: str) -> int:

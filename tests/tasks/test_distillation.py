@@ -34,12 +34,16 @@ from lit_efficient import (
     PythonCorpus,
     QuantizeBase,
     ShardedStrategy,
+    TeacherServer,
+    WeightedTeacher,
     distillation_divergence,
 )
 from lit_efficient.__main__ import main
 from lit_efficient.data.text.token_cache import END_OF_TEXT
+from lit_efficient.losses.distillation import coarse, top_k_of
 from lit_efficient.losses.next_token import IGNORE, targets_of
 from lit_efficient.models.libraries.causal_lm import build
+from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.surgery import is_sharded
 from lit_efficient.tasks.teacher import FrozenNetwork, TeacherSource
 from tests import support
@@ -47,6 +51,7 @@ from tests.models.libraries.test_causal_lm import FAMILIES, SMALL
 from tests.processes import run_ranks
 from tests.ranks.toys import everyones, whole
 from tests.support import assert_equal, weights
+from tests.vllm_server import served
 
 STUDENT = GPTConfig(dim=16, depth=1, num_heads=2, max_length=64)
 JSD = DistillationLoss(Divergence("jsd", beta=0.1, temperature=2.0), weight=0.7, chunk_size=5)
@@ -486,3 +491,71 @@ def test_without_a_tokenizer_the_number_of_ids_must_be_the_same(home: Path, tmp_
 def test_a_path_at_which_nothing_is_is_not_asked_of_a_hub(path: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         TeacherSource(path).tokenizer_state()
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_a_served_teacher_teaches_as_its_own_most_likely_tokens_do(home: Path, tmp_path: Path, form: str) -> None:
+    """Beside a live teacher; the reference has one document in each batch, and whole logits."""
+    k, size = 5, 298
+    torch.manual_seed(2)
+    build(CausalLMConfig(config_fields={**FAMILIES["llama"], "vocab_size": size})).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast.from_pretrained(home / "teacher").save_pretrained(tmp_path)
+    with served(tmp_path) as server:
+        spec = TeacherServer(server.url, str(home / "teacher"), k)
+        teachers = [WeightedTeacher(spec, 3.0), WeightedTeacher(str(tmp_path))]
+        task = Distillation(teachers, STUDENT, DistillationLoss(Divergence("reverse_kl"), weight=0.7, chunk_size=4))
+        torch.manual_seed(3)
+        task.network = GPT(replace(STUDENT, vocab_size=size))
+        task._live = [source.load() for source in task._sources]
+        task._shared = size
+        task.log = lambda *_, **__: None  # type: ignore[method-assign]
+        ids = torch.randint(3, size, (2, 14), generator=torch.Generator().manual_seed(1))
+        labels = ids.clone()
+        labels[:, [0, 1, 2, 8]] = IGNORE
+        if form == "padded":
+            labels[1, 8:] = IGNORE
+            mask = torch.ones_like(ids)
+            mask[1, 9:] = 0
+            tokens = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+            bounds = [(0, 0, 14), (1, 0, 9)]
+        else:
+            tokens = {"input_ids": ids, "labels": labels, "position_ids": torch.tensor([[*range(8), *range(6)]] * 2)}
+            bounds = [(row, *place) for row in (0, 1) for place in ((0, 8), (8, 14))]
+        loss = task.training_step(tokens, 0)["loss"]
+        assert len(server.asked) == len(bounds) + 1  # with the question for the model's name
+        teacher: Any = task._teacher_networks()[0]
+        task._shared = 100
+        with pytest.raises(ConfigurationError, match=r"id 29., and student and teacher have 100 tokens"):
+            task.training_step(tokens, 0)
+    total, count = torch.zeros(()), 0
+    for row, begin, end in bounds:
+        own = {"input_ids": ids[row : row + 1, begin:end], "labels": labels[row : row + 1, begin:end]}
+        targets = targets_of(own)[0]
+        for place in (targets != IGNORE).nonzero()[:, 0].tolist():
+            student = task.network(own["input_ids"])[:, place]
+            with torch.no_grad():
+                whole = teacher(own["input_ids"]).logits[:, place]
+            kept, log_probs = top_k_of(whole, k)
+            log_q = student.log_softmax(-1)
+            merged = Divergence("reverse_kl").measure(log_probs, coarse(log_q, kept, log_probs))[0]
+            exact = distillation_divergence(student, whole, Divergence("reverse_kl"), vocab_size=size)
+            total = total + 0.3 * -log_q[0, targets[place]] + 0.7 * (0.75 * merged + 0.25 * exact).sum()
+            count += 1
+    torch.testing.assert_close(loss, total / count, atol=1e-5, rtol=1e-4)
+    parameters = list(task.network.parameters())
+    for found, right in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(total / count, parameters)):
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-3)
+
+
+def test_a_served_teacher_is_checked_before_training(home: Path, tmp_path: Path) -> None:
+    spec = TeacherServer("http://127.0.0.1:9", str(home / "teacher"))
+    with pytest.raises(ConfigurationError, match="cache_top_k must be null with several teachers or a server"):
+        Distillation(spec, STUDENT, cache_top_k=4)
+    with pytest.raises(ConfigurationError, match=r"objective.divergence.temperature must be 1 with a server"):
+        Distillation(spec, STUDENT, JSD)
+    with pytest.raises(ConfigurationError, match="k must be a whole number of at least 1"):
+        TeacherServer("http://127.0.0.1:9", "a", 0)
+    with pytest.raises(ConfigurationError, match="cannot be asked"):
+        trainer(default_root_dir=tmp_path).fit(Distillation(spec, STUDENT), datamodule=corpus(home))
+    task = Distillation([WeightedTeacher(spec, 2.0)], STUDENT)
+    assert Distillation(task.hparams["teacher"], STUDENT).teacher == spec

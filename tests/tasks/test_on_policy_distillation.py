@@ -307,7 +307,8 @@ def _trained(home: Path, folder: Path, **options: Any) -> Any:
     task.model = GPTConfig(dim=16, depth=1, num_heads=2, max_length=64, vocab_size=data.vocab_size)
     rows: Any = data.train_rows
     order: Any = DistributedSampler(rows, world, rank, False)
-    collate = data.train_dataloader().collate_fn
+    loader: Any = data.train_dataloader()
+    collate = loader.collate_fn
     run = trainer(default_root_dir=folder, max_steps=4, use_distributed_sampler=False, **options)
     task.configure_optimizers = lambda: torch.optim.SGD(task.parameters(), 0.1)  # type: ignore[method-assign]
     run.fit(task, DataLoader(rows, 4 // world, collate_fn=collate, sampler=order))
