@@ -16,7 +16,8 @@
     k3_weighted   the same times the ratio of probabilities, whose gradient is that of the divergence (DeepSeek-V3.2)
 
 k1 is part of the reward, because as a loss its gradient vanishes in expectation. A reward that is NaN leaves its sample
-out: it is in no mean, and its advantage is 0.
+out: it is in no mean of rewards, and its advantage is 0. reinforce++ normalises over the samples of a micro-batch in
+all processes, and no other loss depends on how an optimizer step is divided into micro-batches.
 
 Sources: GRPO https://arxiv.org/abs/2402.03300, Dr. GRPO https://arxiv.org/abs/2503.20783, DAPO
 https://arxiv.org/abs/2503.14476, GSPO https://arxiv.org/abs/2507.18071, RLOO https://arxiv.org/abs/2402.14740,
@@ -24,6 +25,7 @@ REINFORCE++ https://arxiv.org/abs/2501.03262, k1 and k3 http://joschu.net/blog/k
 https://arxiv.org/abs/2512.02556.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,8 +37,10 @@ from lit_efficient.errors import check_choice, check_number, checks_types, refus
 Kind = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++"]
 KL = Literal["none", "k1", "k3", "k3_weighted"]
 KINDS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++")
+PER_TOKEN = ("dapo", "reinforce++")  # means over the tokens of all samples
 _IN_LOSS = ("k3", "k3_weighted")
 _EPS = 1e-4  # added to standard deviations
+_MOST = 80.0  # exp() of more is soon infinite in float32, and infinity times an advantage of 0 is NaN
 # Published defaults: a ratio of whole answers, normalised by their length, is much closer to 1 than one of tokens.
 _LOW = {"gspo": 3e-4}
 _HIGH = {"gspo": 4e-4, "dapo": 0.28}
@@ -88,17 +92,22 @@ class PolicyLoss:
         return 1 - low, 1 + high
 
 
-def advantages(rewards: Tensor, group: int, kind: Kind) -> Tensor:
+def _own(values: Tensor) -> Tensor:
+    return values
+
+
+def advantages(rewards: Tensor, group: int, kind: Kind, gather: Callable[[Tensor], Tensor] = _own) -> Tensor:
     """Return the advantage of each sample ``[N]``.
 
     Args:
         rewards: ``[N]``, NaN for samples without one. Each ``group`` neighbours are samples of one prompt.
         group: Number of samples of a prompt.
         kind: Loss.
+        gather: Returns the numbers ``[N]`` of all processes, for reinforce++.
     """
     grouped = rewards.view(-1, group)
     if kind == "reinforce++":
-        return _normalised(rewards, rewards).nan_to_num(0.0)
+        return _normalised(rewards, gather(rewards)).nan_to_num(0.0)
     if kind == "rloo":
         count = grouped.isfinite().sum(1, keepdim=True)
         others = (grouped.nansum(1, keepdim=True) - grouped) / (count - 1)
@@ -112,17 +121,20 @@ def advantages(rewards: Tensor, group: int, kind: Kind) -> Tensor:
     return torch.where(differ[:, None], found, 0.0).flatten().nan_to_num(0.0)
 
 
-def token_advantages(rewards: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
+def token_advantages(
+    rewards: Tensor, penalties: Tensor, mask: Tensor, gather: Callable[[Tensor], Tensor] = _own
+) -> Tensor:
     """Return the advantages of tokens ``[N, T]`` of REINFORCE++ with a penalty for each token.
 
     Args:
         rewards: ``[N]``, for the last token.
         penalties: ``[N, T]``. That of a token counts for it and for those before it.
         mask: ``[N, T]`` bool, the tokens of the samples.
+        gather: Returns the numbers ``[N]`` of all processes.
     """
     later = (penalties * mask).flip(1).cumsum(1).flip(1)
     returns = rewards[:, None] - later
-    counted = returns[mask & rewards.isfinite()[:, None]]
+    counted = gather(returns[mask & rewards.isfinite()[:, None]])
     return torch.where(mask, _normalised(returns, counted), 0.0).nan_to_num(0.0)
 
 
@@ -190,11 +202,11 @@ def policy_loss(
         log_ratio = (log_ratio.sum(1) / counts)[:, None]
     elif how.kind == "rloo":
         log_ratio = log_ratio.sum(1, keepdim=True)
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(max=_MOST).exp()
     losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     divergence = torch.zeros_like(log_probs)
     if reference is not None:
-        gap = reference - log_probs
+        gap = (reference - log_probs).clamp(max=_MOST)
         divergence = gap.exp() - gap - 1
     penalty = how.beta * divergence
     if how.kl == "k3_weighted":

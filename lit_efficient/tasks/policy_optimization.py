@@ -16,13 +16,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lit_efficient.application.gradients import gradients_of
+from lit_efficient.callbacks.token_weighted_accumulation import combined_factor, scale_gradients
 from lit_efficient.distributed.ranks import gather_objects, place_among_ranks
-from lit_efficient.distributed.seeds import mix_seed
+from lit_efficient.distributed.seeds import mix_seed, seed_all
 from lit_efficient.errors import ConfigurationError, check_list, check_number, refusal
+from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.losses.policy import (
+    PER_TOKEN,
     PolicyLoss,
     PolicyResult,
     advantages,
@@ -108,7 +113,7 @@ class PolicyOptimization(ReferenceTask):
         self.rollout = rollout
         self.uses = uses
         self._held: dict[int, Experience] = {}  # by the number of the micro-batch in an optimizer step
-        self._place = (0, -1)  # step and number of the last micro-batch
+        self._counts: list[float] = []  # learned tokens of each micro-batch in an optimizer step
         self._rewarded = False  # a sample of this run has had a reward
         self._scorers: dict[str, RewardScorer] = {}  # reward models by their names
         self.save_hyperparameters({"uses": uses})
@@ -124,6 +129,9 @@ class PolicyOptimization(ReferenceTask):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        if stage == "fit":  # a checkpoint is loaded later
+            self._held = {}
+            self._counts = []
         if stage == "predict":
             return
         for reward in self.rewards:
@@ -142,8 +150,7 @@ class PolicyOptimization(ReferenceTask):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss on samples: new ones, or those of an earlier step."""
         step = self.trainer.global_step
-        place = self._place[1] + 1 if self._place[0] == step else 0
-        self._place = (step, place)
+        place = batch_idx % self.trainer.accumulate_grad_batches
         if step % self.uses == 0 or place not in self._held:
             self._held = {number: held for number, held in self._held.items() if number < place}
             self._held[place] = self.experience(batch, mix_seed(self.rollout.seed, step, place))
@@ -174,24 +181,44 @@ class PolicyOptimization(ReferenceTask):
             output = {"loss": done.loss + router_loss, "extra_loss": router_loss}
         if self.uses == 1:
             self._held = {}
+        if self.trainer.accumulate_grad_batches > 1 and self.loss.kind in PER_TOKEN:
+            if place == 0:
+                self._counts = []
+            self._counts.append(float(self._learned_tokens(held)))
+            share = self._counts[-1] / max(self._counts[0], 1.0)
+            output = {name: value * share for name, value in output.items()}
         return output
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass. After the last micro-batch, complete the mean over the tokens of all of them."""
+        super().backward(loss, *args, **kwargs)
+        if self._counts and not accumulates(self.trainer):
+            factor = combined_factor(
+                1, self.trainer.accumulate_grad_batches, max(self._counts[0], 1.0), sum(self._counts)
+            )
+            self._counts = []
+            if factor != 1:
+                scale_gradients((g for o in self.trainer.optimizers for g in gradients_of(o).values()), factor)
+
+    def _learned_tokens(self, held: Experience) -> Tensor:
+        """Return the number of learned tokens, or its mean over processes, which average their gradients."""
+        count = self._mask(held).sum().to(held.drawn.dtype)
+        if self.trainer.world_size > 1:
+            count = self.trainer.strategy.reduce(count, reduce_op="mean")
+        return count
 
     def _mask(self, held: Experience) -> Tensor:
         return held.rows["labels"][:, 1:] != IGNORE
 
     def _loss_of(self, held: Experience, log_probs: Tensor) -> PolicyResult:
         assert held.old is not None
-        mask = self._mask(held)
-        tokens = None
-        if self.trainer.world_size > 1 and self.loss.kind in ("dapo", "reinforce++"):
-            # Gradients are averaged over processes, and the loss is a mean over the tokens of all of them.
-            tokens = self.trainer.strategy.reduce(mask.sum().to(log_probs.dtype), reduce_op="mean")
+        tokens = self._learned_tokens(held) if self.loss.kind in PER_TOKEN else None
         return policy_loss(
             self.loss,
             log_probs,
             held.old,
             held.advantage,
-            mask,
+            self._mask(held),
             held.reference,
             self.rollout.max_new_tokens,
             tokens,
@@ -210,7 +237,7 @@ class PolicyOptimization(ReferenceTask):
         written = self._write(prompts, seeds)
         samples = written.samples
         rows = [row for row in batch["rows"] for _ in range(group)]
-        parts = self._judge(prompts, written.texts, rows)
+        parts = self._judge(prompts, written.texts, rows, seed)
         rewards = parts.sum(1).to(self.device)
         lengths = torch.tensor([len(sample.tokens) for sample in samples], device=self.device)
         rewards = rewards - overlong_penalty(lengths, self.rollout.max_new_tokens, self.loss.overlong)
@@ -235,21 +262,36 @@ class PolicyOptimization(ReferenceTask):
             assert reference is not None
             penalties = self.loss.beta * (drawn - reference) * mask
             if kind == "reinforce++":
-                return token_advantages(rewards, penalties, mask)
+                return token_advantages(rewards, penalties, mask, _gathered)
             rewards = rewards - penalties.sum(1)
-        if kind == "reinforce++" and self.trainer.world_size > 1:
-            # Normalised over the samples of all processes
-            every: Any = self.all_gather(rewards)
-            every = every.flatten()
-            own = slice(self.trainer.global_rank * len(rewards), (self.trainer.global_rank + 1) * len(rewards))
-            return advantages(every, self.rollout.samples, kind)[own]
-        return advantages(rewards, self.rollout.samples, kind)
+        return advantages(rewards, self.rollout.samples, kind, _gathered)
 
     def _write(self, prompts: Sequence[Any], seeds: Sequence[int]) -> Answers:
         return write_answers(self, prompts, seeds, self.rollout)
 
-    def _judge(self, prompts: Sequence[Any], texts: Sequence[str], rows: Sequence[Any]) -> Tensor:
-        """Return the weighted rewards ``[N, functions]``, with NaN where one fails, and warn about these."""
+    def _judge(self, prompts: Sequence[Any], texts: Sequence[str], rows: Sequence[Any], seed: int) -> Tensor:
+        """Return the weighted rewards ``[N, functions]``, with NaN where one fails, and warn about these.
+
+        Functions may use and seed the global generators, which the run does not notice.
+        """
+        with isolate_rng():
+            seed_all(mix_seed(seed, self.trainer.global_rank))
+            parts, sentences = self._rewards_of(prompts, texts, rows)
+        for sentence in sentences[:_MOST_SENTENCES]:
+            rank_zero_warn(f"PolicyOptimization: a sample is left out: {sentence}")
+        if not self._rewarded:  # then all processes are here together
+            rewarded = not bool(parts.sum(1).isnan().all())
+            self._rewarded = self.trainer.strategy.reduce_boolean_decision(rewarded, all=False)
+        if not self._rewarded:
+            raise ConfigurationError(
+                f"PolicyOptimization: no sample of the first batch has a reward. The first failure: {sentences[0]}"
+            )
+        return parts
+
+    def _rewards_of(
+        self, prompts: Sequence[Any], texts: Sequence[str], rows: Sequence[Any]
+    ) -> tuple[Tensor, list[str]]:
+        """Return the weighted rewards, and a sentence for each that fails."""
         asked = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in prompts]
         found = []
         sentences = []
@@ -262,15 +304,7 @@ class PolicyOptimization(ReferenceTask):
             for prompt, text, (_, sentence) in zip(asked, texts, own):
                 if sentence:
                     sentences.append(f"{sentence} (prompt {prompt[:60]!r}, completion {text[:60]!r})")
-        for sentence in sentences[:_MOST_SENTENCES]:
-            rank_zero_warn(f"PolicyOptimization: a sample is left out: {sentence}")
-        parts = torch.tensor(found).T
-        self._rewarded = self._rewarded or not bool(parts.sum(1).isnan().all())
-        if not self._rewarded:
-            raise ConfigurationError(
-                f"PolicyOptimization: no sample of the first batch has a reward. The first failure: {sentences[0]}"
-            )
-        return parts
+        return torch.tensor(found).T, sentences
 
     def _figures(self, parts: Tensor, rewards: Tensor, lengths: Tensor, cut: Tensor) -> dict[str, float]:
         figures = {
@@ -283,8 +317,10 @@ class PolicyOptimization(ReferenceTask):
             figures[f"reward/{reward.name}"] = float(values.nanmean())
         if len(rewards) % self.rollout.samples == 0:
             groups = [row[row.isfinite()] for row in rewards.view(-1, self.rollout.samples)]
-            spreads = torch.tensor([float(row.std()) if len(row) > 1 else 0.0 for row in groups])
-            figures |= {"reward_std": _mean(spreads), "equal_rewards": _mean((spreads == 0).float())}
+            # The mean of equal numbers is rounded, and their standard deviation is then not 0.
+            differ = [bool((row != row[:1]).any()) for row in groups]
+            spreads = [float(row.std()) if apart else 0.0 for row, apart in zip(groups, differ)]
+            figures |= {"reward_std": sum(spreads) / len(groups), "equal_rewards": 1 - sum(differ) / len(groups)}
         return figures
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -297,12 +333,17 @@ class PolicyOptimization(ReferenceTask):
         """Log the rewards of one sample of each prompt, whose draws are the same in each validation."""
         seeds = [mix_seed(self.rollout.seed, batch_idx, self.global_rank, i) for i in range(len(batch["prompts"]))]
         written = self._write(batch["prompts"], seeds)
-        parts = self._judge(batch["prompts"], written.texts, batch["rows"])
+        parts = self._judge(batch["prompts"], written.texts, batch["rows"], mix_seed(self.rollout.seed, batch_idx))
         lengths = torch.tensor([len(sample.tokens) for sample in written.samples])
         cut = torch.tensor([sample.end == "length" for sample in written.samples])
         figures = self._figures(parts, parts.sum(1), lengths, cut)
-        for name in ("reward", "failed", "length", "truncated", *(f"reward/{reward.name}" for reward in self.rewards)):
-            self.log(f"{prefix}/{name}", figures[name], batch_size=len(written.texts), sync_dist=True)
+        for name in ("failed", "length", "truncated"):
+            self.log(f"{prefix}/{name}", figures[name], batch_size=len(parts), sync_dist=True)
+        # Means over the samples of all batches that have a reward
+        columns = {"reward": parts.sum(1)} | {f"reward/{one.name}": part for one, part in zip(self.rewards, parts.T)}
+        for name, values in columns.items():
+            found = values[values.isfinite()]
+            self.log(f"{prefix}/{name}", _mean(found), batch_size=len(found), sync_dist=True)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str]:
         """Return continued texts for ``prompts``."""
@@ -312,17 +353,23 @@ class PolicyOptimization(ReferenceTask):
         super().on_save_checkpoint(checkpoint)
         cpu = torch.device("cpu")
         held = {place: moved(vars(one), cpu) for place, one in self._held.items()}
-        checkpoint[_HELD] = {"held": gather_objects(held), "place": list(self._place)}
+        checkpoint[_HELD] = {"held": gather_objects(held), "counts": self._counts, "rewarded": self._rewarded}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         saved = checkpoint.get(_HELD)
         if saved is None:
             return
-        self._place = (saved["place"][0], saved["place"][1])
+        self._counts = saved["counts"]
+        self._rewarded = saved["rewarded"]
         rank, count = place_among_ranks()
         if len(saved["held"]) == count:  # with another number of processes, samples are drawn anew
             self._held = {place: Experience(**fields) for place, fields in saved["held"][rank].items()}
+
+
+def _gathered(values: Tensor) -> Tensor:
+    """Return the numbers ``[N]`` of all processes."""
+    return torch.cat(gather_objects(values.cpu())).to(values.device)
 
 
 def _mean(values: Tensor) -> float:

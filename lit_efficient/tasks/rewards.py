@@ -5,6 +5,7 @@ that raises, takes too long, or returns no finite number leaves its sample out, 
 """
 
 import ast
+import copy
 import json
 import math
 import os
@@ -64,7 +65,8 @@ class Reward:
         """Return the reward of a sample and "", or NaN and a sentence."""
         try:
             with _at_most(self.seconds):
-                value = float(self.function(prompt, completion, row, **(self.arguments or {})))
+                own = copy.deepcopy(row)  # the function may change it
+                value = float(self.function(prompt, completion, own, **(self.arguments or {})))
         except (Exception, SystemExit) as error:  # functions of users raise anything
             return math.nan, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}"
         except _TookTooLong:

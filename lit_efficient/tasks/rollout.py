@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_efficient.distributed.seeds import mix_seed
@@ -106,6 +107,12 @@ def continue_ids(
     network = task._built()
     tokenizer = task.tokenizer
     most = room_for(network, rollout.max_new_tokens)
+    longest = max(map(len, prompts), default=0)
+    if longest > most:
+        rank_zero_warn(
+            f"{type(task).__name__}: a prompt of {longest} tokens loses its beginning, which may be part of its chat "
+            f"template, because the network reads {most} tokens before {rollout.max_new_tokens} new ones"
+        )
     ids = [prompt[-most:] for prompt in prompts]
     ending = Ending(tokenizer, ids, rollout.stop)
     samples = generate(

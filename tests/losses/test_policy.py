@@ -111,6 +111,19 @@ def test_losses_and_advantages_are_those_of_a_loop(kind: Any) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ratio_beyond_float32_gives_no_nan(kind: Any) -> None:
+    """Of samples with the advantage 0, and of those that are left out."""
+    for gap in (100.0, -100.0):
+        new = torch.full((3, LONGEST), gap - 1, requires_grad=True)
+        mask = torch.ones(3, LONGEST, dtype=torch.bool)
+        mask[2] = False
+        how = PolicyLoss(kind, kl="k3", beta=0.1)
+        done = policy_loss(how, new, new.detach() - gap, torch.tensor([0.0, 1.0, 0.0]), mask, new - gap, LONGEST)
+        assert done.loss.isfinite()
+        assert torch.autograd.grad(done.loss, new)[0].isfinite().all()
+
+
 def test_a_penalty_of_a_token_counts_for_it_and_for_those_before_it() -> None:
     rewards = torch.tensor([1.0, 0.0, math.nan])
     penalties = torch.tensor([[0.1, 0.2, 0.0], [0.0, 0.3, 0.5], [9.0, 9.0, 9.0]])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,13 +154,82 @@ def test_samples_whose_reward_fails_are_left_out_with_a_sentence(tmp_path: Path)
         trainer(default_root_dir=tmp_path, max_steps=1).fit(_task([_sometimes]), _loader(ROWS[2:3], 1))
 
 
+def _of_two(prompt: str, completion: str, row: Any) -> float:
+    return float(row["answer"]) if row["answer"] is not None else math.nan
+
+
+@pytest.mark.filterwarnings("ignore:PolicyOptimization. a sample is left out")
+def test_rewards_of_validation_are_means_over_the_samples_that_have_one(tmp_path: Path) -> None:
+    answers = [1.0, 2.0, None, 6.0, None]
+    rows = [{"prompt": "on", "answer": answer} for answer in answers]
+    found = trainer(default_root_dir=tmp_path, limit_val_batches=1.0).validate(
+        _task([_of_two]), _loader(rows), verbose=False
+    )[0]
+    assert found["val/reward"] == found["val/reward/_of_two"] == pytest.approx(3)
+    assert found["val/failed"] == pytest.approx(0.4)
+
+
+def _wild(prompt: str, completion: str, row: Any) -> float:
+    torch.manual_seed(0)
+    random.seed(0)
+    row["seen"].append(completion)
+    row["prompt"] = "x"
+    return float(len(row["seen"]))
+
+
+def test_a_reward_changes_neither_rows_nor_the_random_numbers_of_the_run(tmp_path: Path) -> None:
+    rows = [{"prompt": "on", "seen": []}]
+    task = _task([_wild])
+    trainer(default_root_dir=tmp_path, max_steps=1).fit(task, _loader(rows, 1))
+    before = torch.get_rng_state(), random.getstate()
+    assert task.experience(prompt_batch(rows), 0).figures["reward"] == 1
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert rows == [{"prompt": "on", "seen": []}]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+def test_accumulated_batches_have_the_gradients_of_one_batch(kind: Any, tmp_path: Path) -> None:
+    """Also where the numbers of tokens differ between them, and where the last window is short."""
+    found = []
+    for size in (6, 2):
+        task = _task(loss=PolicyLoss(kind), rollout=Rollout(samples=4, max_new_tokens=9, stop=("a", "e")))
+        write = task._write
+
+        def by_place(prompts: Any, _: Any, write: Any = write) -> Any:
+            return write(prompts, [len(prompt) * 4 + i % 4 for i, prompt in enumerate(prompts)])
+
+        task._write = by_place  # type: ignore[method-assign]
+        task.configure_optimizers = lambda task=task: torch.optim.SGD(task.parameters(), 1.0)  # type: ignore[method-assign]
+        rows = [*ROWS, {"prompt": "a"}, {"prompt": "sat on"}]
+        run = trainer(default_root_dir=tmp_path, max_epochs=1, accumulate_grad_batches=6 // size)
+        run.fit(task, _loader(rows, size))
+        found.append(task.state_dict())
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, atol=2e-6, rtol=1e-5)
+
+
+def test_another_fit_draws_new_samples(tmp_path: Path) -> None:
+    weights = []
+    task = _task(uses=4)
+    task.configure_model()
+    start = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    for _ in range(2):
+        task.load_state_dict(start)
+        trainer(default_root_dir=tmp_path, max_steps=3).fit(task, _loader())
+        weights.append({name: tensor.clone() for name, tensor in task.state_dict().items()})
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name])
+
+
 def _same(prompt: str, completion: str, row: Any) -> float:
-    return 0.3
+    return 0.1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_rewards_change_nothing(kind: Any, tmp_path: Path) -> None:
-    task = _task([_same], loss=PolicyLoss(kind))
+    # The standard deviation of eight times 0.1 is not 0.
+    task = _task([_same], loss=PolicyLoss(kind), rollout=Rollout(samples=8, max_new_tokens=6))
     run = trainer(default_root_dir=tmp_path, max_steps=1)
     before: dict[str, Any] = {}
     task.on_train_start = lambda: before.update({name: p.clone() for name, p in task.state_dict().items()})  # type: ignore[method-assign]
@@ -168,12 +239,14 @@ def test_equal_rewards_change_nothing(kind: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:PolicyOptimization. a prompt of")
 def test_the_loss_is_that_of_rows_read_alone_and_truncated_samples_are_left_out(tmp_path: Path) -> None:
     """Prompts of different lengths, and one that is longer than the network reads."""
     rows = [*ROWS[:2], {"prompt": "the cat sat on the mat " * 20}]
     task = _task(loss=PolicyLoss(mask_truncated=True), rollout=Rollout(samples=6, max_new_tokens=20, stop=("a",)))
     run = trainer(default_root_dir=tmp_path, max_steps=1)
-    run.fit(task, _loader(rows, batch_size=3))
+    with pytest.warns(UserWarning, match="a prompt of .* tokens loses its beginning, which may be part of its chat"):
+        run.fit(task, _loader(rows, batch_size=3))
     held = task.experience(prompt_batch(rows), 3)
     log_probs, _ = task._token_log_probs(held.rows)
     truncated = 0
@@ -248,16 +321,37 @@ def test_prompts_come_from_files_and_the_answer_is_written_after_training(tmp_pa
 
 @pytest.mark.turns(4, family="ranks")
 def test_two_processes_train_as_one_on_both_parts(tmp_path: Path) -> None:
-    for kind in ("dapo", "reinforce++"):
-        run_ranks(_in_ranks, tmp_path, kind)
+    for loss in (PolicyLoss("dapo"), PolicyLoss("reinforce++"), PolicyLoss("reinforce++", kl="k1", beta=0.5)):
+        run_ranks(_in_ranks, tmp_path, loss)
         torch.testing.assert_close(
-            torch.load(tmp_path / "ranks.pt", weights_only=True), _trained(kind, tmp_path), atol=2e-5, rtol=1e-4
+            torch.load(tmp_path / "ranks.pt", weights_only=True), _trained(loss, tmp_path), atol=2e-5, rtol=1e-4
         )
 
 
-def _trained(kind: Any, folder: Path, **options: Any) -> Any:
+@pytest.mark.turns(4, family="ranks")
+def test_no_process_waits_for_one_without_rewards(tmp_path: Path) -> None:
+    run_ranks(_fail_in_a_rank, tmp_path)
+
+
+def _fail_in_a_rank() -> None:
+    rank = int(os.environ["RANK"])
+    rows = [ROWS[2], ROWS[1], ROWS[2], ROWS[2]]  # the first process has no rewards, and the second one in one step
+    order: Any = DistributedSampler(rows, 2, rank, False)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"default_root_dir": Path(), "devices": 2, "strategy": "ddp"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = trainer(max_steps=2, use_distributed_sampler=False, **options)
+        task = _task([_sometimes], loss=PolicyLoss("dapo"))
+        run.fit(task, _loader(rows, batch_size=1, sampler=order))
+        assert all(parameter.isfinite().all() for parameter in task.parameters())
+        run = trainer(max_steps=2, use_distributed_sampler=False, **options)
+        with pytest.raises(ConfigurationError, match="no sample of the first batch has a reward"):
+            run.fit(_task([_sometimes]), _loader(rows[2:], batch_size=1, sampler=order))
+
+
+def _trained(loss: PolicyLoss, folder: Path, **options: Any) -> Any:
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    task = _task(loss=PolicyLoss(kind), uses=2, rollout=Rollout(samples=4, max_new_tokens=8, stop=("a",)))
+    task = _task(loss=loss, uses=2, rollout=Rollout(samples=4, max_new_tokens=8, stop=("a",)))
     rows: Any = ROWS
     order: Any = DistributedSampler(rows, world, rank, False)
     run = trainer(default_root_dir=folder, max_steps=4, use_distributed_sampler=False, **options)
@@ -266,7 +360,7 @@ def _trained(kind: Any, folder: Path, **options: Any) -> Any:
     return task.state_dict()
 
 
-def _in_ranks(kind: str) -> None:
-    found = _trained(kind, Path(), devices=2, strategy="ddp")
+def _in_ranks(loss: PolicyLoss) -> None:
+    found = _trained(loss, Path(), devices=2, strategy="ddp")
     if torch.distributed.get_rank() == 0:
         torch.save(found, "ranks.pt")

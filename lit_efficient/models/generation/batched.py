@@ -12,6 +12,7 @@ Saves: reading the weights from memory for every row but one; reading a prompt f
 """
 
 import inspect
+import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -283,6 +284,11 @@ class _Writer:
         columns = (tokens, log_probs.gather(-1, chosen)[:, 0], from_which.gather(-1, chosen)[:, 0])
         found = torch.stack([column.double() for column in columns], 1).tolist()  # one transfer from a device
         for row, (token, log_prob, drawn_log_prob) in zip(rows, found):
+            if math.isnan(log_prob + drawn_log_prob):
+                raise ConfigurationError(
+                    f"generate: the network's logits are not finite, or the temperature, {how.temperature}, is too "
+                    "small for them"
+                )
             self._append(row, int(token), log_prob, drawn_log_prob)
 
     def _append(self, row: _Row, token: int, log_prob: float, drawn_log_prob: float) -> None:

@@ -92,7 +92,8 @@ def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """
     below = (log_probs.exp() * _UNIT).long().cumsum(-1)
     place = (uniform * below[:, -1]).long()
-    return torch.searchsorted(below, place[:, None], right=True)[:, 0]
+    found = torch.searchsorted(below, place[:, None], right=True)[:, 0]
+    return found.clamp(max=log_probs.shape[-1] - 1)  # NaN has no place
 
 
 def sample_token(

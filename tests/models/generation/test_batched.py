@@ -235,3 +235,12 @@ def test_a_network_that_hides_nothing_before_a_row_is_read_without_padding() -> 
 def test_wrong_arguments_are_refused(prompts: list[list[int]], options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         _samples(network_of("gpt"), prompts, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-42])
+def test_logits_that_are_not_finite_are_refused(temperature: float) -> None:
+    network = network_of("gpt")
+    if temperature != 1e-42:
+        torch.nn.init.constant_(network.norm.weight, torch.nan)
+    with pytest.raises(ConfigurationError, match="the network's logits are not finite, or the temperature"):
+        _samples(network, PROMPTS, temperature=temperature)
