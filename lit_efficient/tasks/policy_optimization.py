@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.callbacks.token_weighted_accumulation import combined_factor, scale_gradients
 from lit_efficient.distributed.ranks import gather_objects, place_among_ranks
-from lit_efficient.distributed.seeds import mix_seed, seed_all
-from lit_efficient.errors import ConfigurationError, check_list, check_number, refusal
+from lit_efficient.distributed.seeds import mix_seed
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.losses.policy import (
@@ -39,7 +38,7 @@ from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.reference_task import ReferenceTask
-from lit_efficient.tasks.reward_models import RewardModel, RewardScorer
+from lit_efficient.tasks.reward_models import RewardModel, RewardScorer, check_rewards, load_scorers, rewards_of
 from lit_efficient.tasks.rewards import Reward
 from lit_efficient.tasks.rollout import (
     Answers,
@@ -99,12 +98,9 @@ class PolicyOptimization(ReferenceTask):
         warmup_steps: int = 0,
     ) -> None:
         super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps, cache_reference=False)
-        check_list("PolicyOptimization", "rewards", rewards, "a list of at least one Reward")
+        check_rewards("PolicyOptimization", rewards)
         check_number("PolicyOptimization", "uses", uses, least=1, whole=True)
         check_number("PolicyOptimization", "rollout.samples", rollout.samples, least=2, whole=True)
-        names = [reward.name for reward in rewards]
-        if len({*names}) < len(names):
-            raise refusal("PolicyOptimization", "rewards", "functions or models with different names", names)
         if loss.overlong > rollout.max_new_tokens:
             allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
             raise refusal("PolicyOptimization", "loss.overlong", allowed, loss.overlong)
@@ -134,11 +130,7 @@ class PolicyOptimization(ReferenceTask):
             self._counts = []
         if stage == "predict":
             return
-        for reward in self.rewards:
-            if isinstance(reward, RewardModel) and reward.name not in self._scorers:
-                self._scorers[reward.name] = reward.load()
-                if self.rollout.chat:
-                    self._scorers[reward.name].check_chat()
+        self._scorers = self._scorers or load_scorers(self.rewards, self.rollout.chat)
 
     def on_fit_start(self) -> None:
         check_writes(self, self.rollout)
@@ -270,13 +262,11 @@ class PolicyOptimization(ReferenceTask):
         return write_answers(self, prompts, seeds, self.rollout)
 
     def _judge(self, prompts: Sequence[Any], texts: Sequence[str], rows: Sequence[Any], seed: int) -> Tensor:
-        """Return the weighted rewards ``[N, functions]``, with NaN where one fails, and warn about these.
-
-        Functions may use and seed the global generators, which the run does not notice.
-        """
-        with isolate_rng():
-            seed_all(mix_seed(seed, self.trainer.global_rank))
-            parts, sentences = self._rewards_of(prompts, texts, rows)
+        """Return the weighted rewards ``[N, functions]``, with NaN where one fails, and warn about these."""
+        seed = mix_seed(seed, self.trainer.global_rank)
+        parts, sentences = rewards_of(
+            self.rewards, self._scorers, prompts, texts, rows, self.rollout.chat, self.device, seed
+        )
         for sentence in sentences[:_MOST_SENTENCES]:
             rank_zero_warn(f"PolicyOptimization: a sample is left out: {sentence}")
         if not self._rewarded:  # then all processes are here together
@@ -287,24 +277,6 @@ class PolicyOptimization(ReferenceTask):
                 f"PolicyOptimization: no sample of the first batch has a reward. The first failure: {sentences[0]}"
             )
         return parts
-
-    def _rewards_of(
-        self, prompts: Sequence[Any], texts: Sequence[str], rows: Sequence[Any]
-    ) -> tuple[Tensor, list[str]]:
-        """Return the weighted rewards, and a sentence for each that fails."""
-        asked = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in prompts]
-        found = []
-        sentences = []
-        for reward in self.rewards:
-            if isinstance(reward, RewardModel):
-                own = self._scorers[reward.name](prompts, texts, self.rollout.chat, self.device)
-            else:
-                own = [reward(*sample) for sample in zip(asked, texts, rows)]
-            found.append([value * reward.weight for value, _ in own])
-            for prompt, text, (_, sentence) in zip(asked, texts, own):
-                if sentence:
-                    sentences.append(f"{sentence} (prompt {prompt[:60]!r}, completion {text[:60]!r})")
-        return torch.tensor(found).T, sentences
 
     def _figures(self, parts: Tensor, rewards: Tensor, lengths: Tensor, cut: Tensor) -> dict[str, float]:
         figures = {

@@ -16,19 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow
 from lit_efficient.data.text.chat_tokenizer import of_transformers, unpack_tokenizer
 from lit_efficient.data.text.chat_tokens import ChatTokens
 from lit_efficient.data.text.turn_spans import TurnSpans
-from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
+from lit_efficient.distributed.seeds import seed_all
+from lit_efficient.errors import ConfigurationError, check_list, check_number, checks_types, refusal
 from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.models.libraries import causal_lm
 from lit_efficient.models.libraries.causal_lm import DRAWN, CausalLMConfig, Head, learned_positions, resolve
 from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model
 from lit_efficient.tasks.reward_modeling import RewardModeling
+from lit_efficient.tasks.rewards import Reward
 from lit_efficient.tasks.teacher import FrozenNetwork
 
 _CLASSIFIER = Head("AutoModelForSequenceClassification")
@@ -150,6 +153,72 @@ class RewardScorer:
         finally:
             torch.set_default_dtype(default)
         return found
+
+
+def check_rewards(owner: str, rewards: Sequence[Reward | RewardModel]) -> None:
+    """Raise ConfigurationError for an empty list of rewards, and for two with one name."""
+    check_list(owner, "rewards", rewards, "a list of at least one Reward")
+    names = [reward.name for reward in rewards]
+    if len({*names}) < len(names):
+        raise refusal(owner, "rewards", "functions or models with different names", names)
+
+
+def load_scorers(rewards: Sequence[Reward | RewardModel], chat: bool) -> dict[str, RewardScorer]:
+    """Load the reward models of a list of rewards, by their names.
+
+    Args:
+        rewards: Rewards.
+        chat: Prompts are conversations, which the models must be able to read.
+    """
+    scorers = {reward.name: reward.load() for reward in rewards if isinstance(reward, RewardModel)}
+    if chat:
+        for scorer in scorers.values():
+            scorer.check_chat()
+    return scorers
+
+
+def rewards_of(
+    rewards: Sequence[Reward | RewardModel],
+    scorers: Mapping[str, RewardScorer],
+    prompts: Sequence[Any],
+    texts: Sequence[str],
+    rows: Sequence[Any],
+    chat: bool,
+    device: torch.device,
+    seed: int,
+) -> tuple[Tensor, list[str]]:
+    """Compute the weighted rewards of answers.
+
+    Functions may use and seed the global generators, which the caller does not notice.
+
+    Args:
+        rewards: Rewards.
+        scorers: Reward models, as `load_scorers` returns them.
+        prompts: Texts, or lists of messages.
+        texts: An answer to each prompt.
+        rows: The row of the data of each prompt.
+        chat: A prompt that is a text is a user's turn.
+        device: Device on which reward models run.
+        seed: Seed of the global generators for the functions.
+
+    Returns:
+        ``[N, rewards]``, with NaN where one fails, and a sentence for each failure.
+    """
+    asked = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in prompts]
+    found = []
+    sentences = []
+    with isolate_rng():
+        seed_all(seed)
+        for reward in rewards:
+            if isinstance(reward, RewardModel):
+                own = scorers[reward.name](prompts, texts, chat, device)
+            else:
+                own = [reward(*sample) for sample in zip(asked, texts, rows)]
+            found.append([value * reward.weight for value, _ in own])
+            for prompt, text, (_, sentence) in zip(asked, texts, own):
+                if sentence:
+                    sentences.append(f"{sentence} (prompt {prompt[:60]!r}, completion {text[:60]!r})")
+    return torch.tensor(found).T, sentences
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
