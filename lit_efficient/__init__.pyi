@@ -144,10 +144,12 @@ from lit_efficient.tasks.preference import Preference as Preference
 from lit_efficient.tasks.reward_models import RewardModel as RewardModel
 from lit_efficient.tasks.reward_modeling import RewardModeling as RewardModeling
 from lit_efficient.tasks.unpaired_preference import UnpairedPreference as UnpairedPreference
+from lit_efficient.tasks.environments import Environment as Environment
 from lit_efficient.losses.policy import PolicyLoss as PolicyLoss
 from lit_efficient.tasks.policy_optimization import PolicyOptimization as PolicyOptimization
 from lit_efficient.tasks.rewards import Reward as Reward
 from lit_efficient.tasks.rollout import Rollout as Rollout
+from lit_efficient.tasks.environments import ToolEnvironment as ToolEnvironment
 from lit_efficient.tasks.text_embedding import TextEmbedding as TextEmbedding
 from lit_efficient.tasks.text_labelling import TextLabelling as TextLabelling
 from lit_efficient.tasks.autoencoding import Autoencoding as Autoencoding

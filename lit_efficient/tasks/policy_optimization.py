@@ -36,6 +36,7 @@ from lit_efficient.losses.policy import (
 )
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
+from lit_efficient.tasks.environments import Environment
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.reference_task import ReferenceTask
 from lit_efficient.tasks.reward_models import RewardModel, RewardScorer, check_rewards, load_scorers, rewards_of
@@ -75,6 +76,8 @@ class PolicyOptimization(ReferenceTask):
         loss: The loss.
         rollout: Generation of the samples, at least 2 of each prompt.
         uses: Optimizer steps with the same samples. In the others the batch's own prompts are not used.
+        environment: Environment that answers the model, such as `ToolEnvironment`. Prompts are then written in the chat
+            template, and a sample is a conversation.
         start_from: Checkpoint of `LanguageModeling` (SFT) of the same shape with the initial weights. Its adapters are
             merged. A resumed run needs this file too.
         learning_rate: Peak learning rate of AdamW: about 1e-6 for all weights, ten times more for adapters.
@@ -92,6 +95,7 @@ class PolicyOptimization(ReferenceTask):
         loss: PolicyLoss = PolicyLoss(),  # noqa: B008 (frozen)
         rollout: Rollout = Rollout(),  # noqa: B008 (frozen)
         uses: int = 1,
+        environment: Environment | None = None,
         start_from: str | None = None,
         learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
@@ -107,6 +111,7 @@ class PolicyOptimization(ReferenceTask):
         self.rewards = rewards
         self.loss = loss
         self.rollout = rollout
+        self.environment = environment
         self.uses = uses
         self._held: dict[int, Experience] = {}  # by the number of the micro-batch in an optimizer step
         self._counts: list[float] = []  # learned tokens of each micro-batch in an optimizer step
@@ -119,6 +124,11 @@ class PolicyOptimization(ReferenceTask):
         """True if the loss has a KL."""
         return self.loss.kl != "none"
 
+    @property
+    def _chats(self) -> bool:
+        """True if prompts that are texts are written in the chat template."""
+        return self.rollout.chat or self.environment is not None
+
     def num_tokens(self, batch: dict[str, Any]) -> int:
         """Return the number of prompts of a batch."""
         return len(batch["prompts"])
@@ -130,10 +140,10 @@ class PolicyOptimization(ReferenceTask):
             self._counts = []
         if stage == "predict":
             return
-        self._scorers = self._scorers or load_scorers(self.rewards, self.rollout.chat)
+        self._scorers = self._scorers or load_scorers(self.rewards, self._chats)
 
     def on_fit_start(self) -> None:
-        check_writes(self, self.rollout)
+        check_writes(self, self.rollout, self.environment)
         super().on_fit_start()
 
     def on_train_start(self) -> None:
@@ -226,10 +236,10 @@ class PolicyOptimization(ReferenceTask):
         group = self.rollout.samples
         prompts = [prompt for prompt in batch["prompts"] for _ in range(group)]
         seeds = sample_seeds(self.trainer, seed, len(batch["prompts"]), group)
-        written = self._write(prompts, seeds)
-        samples = written.samples
         rows = [row for row in batch["rows"] for _ in range(group)]
-        parts = self._judge(prompts, written.texts, rows, seed)
+        written = self._write(prompts, seeds, rows)
+        samples = written.samples
+        parts = self._judge(prompts, written, rows, seed)
         rewards = parts.sum(1).to(self.device)
         lengths = torch.tensor([len(sample.tokens) for sample in samples], device=self.device)
         rewards = rewards - overlong_penalty(lengths, self.rollout.max_new_tokens, self.loss.overlong)
@@ -258,14 +268,22 @@ class PolicyOptimization(ReferenceTask):
             rewards = rewards - penalties.sum(1)
         return advantages(rewards, self.rollout.samples, kind, _gathered)
 
-    def _write(self, prompts: Sequence[Any], seeds: Sequence[int]) -> Answers:
-        return write_answers(self, prompts, seeds, self.rollout)
+    def _write(self, prompts: Sequence[Any], seeds: Sequence[int], rows: Sequence[Any]) -> Answers:
+        return write_answers(self, prompts, seeds, self.rollout, self.environment, rows)
 
-    def _judge(self, prompts: Sequence[Any], texts: Sequence[str], rows: Sequence[Any], seed: int) -> Tensor:
+    def _judge(self, prompts: Sequence[Any], written: Answers, rows: Sequence[Any], seed: int) -> Tensor:
         """Return the weighted rewards ``[N, functions]``, with NaN where one fails, and warn about these."""
         seed = mix_seed(seed, self.trainer.global_rank)
         parts, sentences = rewards_of(
-            self.rewards, self._scorers, prompts, texts, rows, self.rollout.chat, self.device, seed
+            self.rewards,
+            self._scorers,
+            prompts,
+            written.texts,
+            rows,
+            self._chats,
+            self.device,
+            seed,
+            written.conversations,
         )
         for sentence in sentences[:_MOST_SENTENCES]:
             rank_zero_warn(f"PolicyOptimization: a sample is left out: {sentence}")
@@ -304,8 +322,8 @@ class PolicyOptimization(ReferenceTask):
     def _evaluate(self, batch: dict[str, Any], batch_idx: int, prefix: str) -> None:
         """Log the rewards of one sample of each prompt, whose draws are the same in each validation."""
         seeds = [mix_seed(self.rollout.seed, batch_idx, self.global_rank, i) for i in range(len(batch["prompts"]))]
-        written = self._write(batch["prompts"], seeds)
-        parts = self._judge(batch["prompts"], written.texts, batch["rows"], mix_seed(self.rollout.seed, batch_idx))
+        written = self._write(batch["prompts"], seeds, batch["rows"])
+        parts = self._judge(batch["prompts"], written, batch["rows"], mix_seed(self.rollout.seed, batch_idx))
         lengths = torch.tensor([len(sample.tokens) for sample in written.samples])
         cut = torch.tensor([sample.end == "length" for sample in written.samples])
         figures = self._figures(parts, parts.sum(1), lengths, cut)
@@ -319,7 +337,7 @@ class PolicyOptimization(ReferenceTask):
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str]:
         """Return continued texts for ``prompts``."""
-        return self.generate_text(batch["prompts"], chat=self.rollout.chat)
+        return self.generate_text(batch["prompts"], chat=self._chats)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

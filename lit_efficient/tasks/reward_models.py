@@ -29,6 +29,7 @@ from lit_efficient.files.checkpoints import missing_folder
 from lit_efficient.models.libraries import causal_lm
 from lit_efficient.models.libraries.causal_lm import DRAWN, CausalLMConfig, Head, learned_positions, resolve
 from lit_efficient.surgery import own_draws
+from lit_efficient.tasks.conversations import Conversation, as_messages
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model
 from lit_efficient.tasks.reward_modeling import RewardModeling
 from lit_efficient.tasks.rewards import Reward
@@ -186,6 +187,7 @@ def rewards_of(
     chat: bool,
     device: torch.device,
     seed: int,
+    talks: Sequence[Conversation] = (),
 ) -> tuple[Tensor, list[str]]:
     """Compute the weighted rewards of answers.
 
@@ -200,20 +202,29 @@ def rewards_of(
         chat: A prompt that is a text is a user's turn.
         device: Device on which reward models run.
         seed: Seed of the global generators for the functions.
+        talks: Conversations of which the texts are the last answers. Empty: each is a prompt with its text.
 
     Returns:
         ``[N, rewards]``, with NaN where one fails, and a sentence for each failure.
     """
     asked = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in prompts]
+    before = [talk.before for talk in talks] or prompts
+    if not talks:
+        answers = [{"role": "assistant", "content": text} for text in texts]
+        talks = [Conversation([*as_messages(prompt), answer]) for prompt, answer in zip(prompts, answers)]
     found = []
     sentences = []
     with isolate_rng():
         seed_all(seed)
         for reward in rewards:
             if isinstance(reward, RewardModel):
-                own = scorers[reward.name](prompts, texts, chat, device)
+                own = scorers[reward.name](before, texts, chat, device)
             else:
-                own = [reward(*sample) for sample in zip(asked, texts, rows)]
+                own = [
+                    (math.nan, "") if talk.failure else reward(prompt, text, row, talk.messages, talk.environment)
+                    for prompt, text, row, talk in zip(asked, texts, rows, talks)
+                ]
+            own = [(math.nan, talk.failure) if talk.failure else one for one, talk in zip(own, talks)]
             found.append([value * reward.weight for value, _ in own])
             for prompt, text, (_, sentence) in zip(asked, texts, own):
                 if sentence:

@@ -1,11 +1,13 @@
 """Rewards of `PolicyOptimization` that can be verified, and the call of any reward under a limit of time.
 
-A reward is a function ``f(prompt, completion, row, **arguments) -> float``. Its ``row`` is the row of the data. One
-that raises, takes too long, or returns no finite number leaves its sample out, with a sentence.
+A reward is a function ``f(prompt, completion, row, **arguments) -> float``. Its ``row`` is the row of the data. An
+argument ``messages`` is the whole conversation, and an argument ``environment`` is the environment that answered in it.
+A reward that raises, takes too long, or returns no finite number leaves its sample out, with a sentence.
 """
 
 import ast
 import copy
+import inspect
 import json
 import math
 import os
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from lit_efficient.errors import ConfigurationError, check_installed, check_numb
 
 Row = Mapping[str, Any]
 
+_BESIDE = ("messages", "environment")  # arguments that a function may have
 _LARGEST = 1e15  # squares of larger rewards are not finite in float32
 
 
@@ -54,40 +57,78 @@ class Reward:
         if self.function is json_schema:
             check_installed("json_schema", "jsonschema")
         check_number("Reward", "weight", self.weight)
+        self._check_arguments()
         check_number("Reward", "seconds", self.seconds, above=0)
+
+    def _check_arguments(self) -> None:
+        """Refuse a function that cannot be called with the arguments."""
+        arguments = dict(self.arguments or {})
+        reserved = [name for name in ("prompt", "completion", "row", *_BESIDE) if name in arguments]
+        if reserved:
+            raise refusal("Reward", "arguments", f"without {reserved[0]!r}, which each sample has", self.arguments)
+        try:
+            signature = inspect.signature(self.function)
+        except ValueError:  # of a function in C
+            return
+        try:
+            signature.bind("", "", {}, **arguments, **dict.fromkeys(self._beside))
+        except TypeError as error:
+            allowed = f"those of {self.name}{signature} behind prompt, completion and row ({error})"
+            raise refusal("Reward", "arguments", allowed, self.arguments) from error
+
+    @property
+    def _beside(self) -> list[str]:
+        """Return the names of further arguments that the function has."""
+        try:
+            return [name for name in _BESIDE if name in inspect.signature(self.function).parameters]
+        except ValueError:
+            return []
 
     @property
     def name(self) -> str:
         """Return the name of the function."""
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
-    def __call__(self, prompt: str, completion: str, row: Row) -> tuple[float, str]:
-        """Return the reward of a sample and "", or NaN and a sentence."""
+    def __call__(
+        self, prompt: str, completion: str, row: Row, messages: Sequence[Any] = (), environment: Any = None
+    ) -> tuple[float, str]:
+        """Return the reward of a sample and "", or NaN and a sentence.
+
+        Args:
+            prompt: Prompt, or the last message of one.
+            completion: Text that the model wrote, the last one of a conversation.
+            row: Row of the data.
+            messages: The whole conversation.
+            environment: Environment that answered. None without one.
+        """
+        given = {"messages": messages, "environment": environment}
+        arguments = {**(self.arguments or {}), **{name: given[name] for name in self._beside}}
         try:
-            with _at_most(self.seconds):
+            with at_most(self.seconds):
                 own = copy.deepcopy(row)  # the function may change it
-                value = float(self.function(prompt, completion, own, **(self.arguments or {})))
+                value = float(self.function(prompt, completion, own, **arguments))
         except (Exception, SystemExit) as error:  # functions of users raise anything
             return math.nan, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}"
-        except _TookTooLong:
+        except TookTooLong:
             return math.nan, f"{self.name} took longer than {self.seconds:g} seconds"
         if not abs(value * self.weight) <= _LARGEST:
             return math.nan, f"{self.name} returned {value}"
         return value, ""
 
 
-class _TookTooLong(BaseException):
+class TookTooLong(BaseException):
     """Not an Exception, so that functions that catch exceptions do not catch it."""
 
 
 @contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise `TookTooLong` in code that takes longer than ``seconds``."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
 
     def stop(*_: object) -> None:
-        raise _TookTooLong
+        raise TookTooLong
 
     before = signal.signal(signal.SIGALRM, stop)
     # Again and again, because a function may catch all that is raised, and go on.

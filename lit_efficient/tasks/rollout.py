@@ -1,7 +1,7 @@
 """Answers that a language model writes during training, and the batch of rows that is made of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,12 +9,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lit_efficient.data.text.growing_chat import GrowingChat
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConflictError, check_number, checks_types, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.models.generation.batched import Sample, generate
 from lit_efficient.models.generation.sampling import Sampling
+from lit_efficient.tasks.conversations import Conversation, as_messages, converse, parts_of
+from lit_efficient.tasks.environments import Environment
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.text_generation import Ending, as_chat, encoded_prompt, room_for, stop_ids
 
@@ -26,7 +29,7 @@ class Rollout:
 
     Args:
         samples: Samples of each prompt.
-        max_new_tokens: Largest number of tokens of a sample.
+        max_new_tokens: Largest number of tokens of a sample. In a conversation, of all turns of the model together.
         temperature: Divides the logits, above 0. The loss is that of the network without temperature.
         top_p: Draw from the most likely tokens that together have this probability, in (0, 1].
         top_k: Draw from this many most likely tokens. 0 is all.
@@ -70,15 +73,24 @@ class Answers:
     Args:
         ids: Token ids of each prompt.
         samples: New tokens of each answer, with their log-probabilities.
-        texts: Each answer without the token or the text that ends it.
+        texts: Each answer without the token or the text that ends it. In a conversation it is the last one.
+        conversations: Conversations with an environment. Empty without one.
     """
 
     ids: list[list[int]]
     samples: list[Sample]
     texts: list[str]
+    conversations: list[Conversation] = field(default_factory=list)
 
 
-def write_answers(task: LanguageModeling, prompts: Sequence[Any], seeds: Sequence[int], rollout: Rollout) -> Answers:
+def write_answers(
+    task: LanguageModeling,
+    prompts: Sequence[Any],
+    seeds: Sequence[int],
+    rollout: Rollout,
+    environment: Environment | None = None,
+    rows: Sequence[Mapping[str, Any]] = (),
+) -> Answers:
     """Let the network of a task answer prompts.
 
     Args:
@@ -86,42 +98,79 @@ def write_answers(task: LanguageModeling, prompts: Sequence[Any], seeds: Sequenc
         prompts: Texts, or lists of messages. A prompt that is too long loses its beginning.
         seeds: One seed for each prompt.
         rollout: How answers are drawn, and when they end.
+        environment: Environment that answers the model.
+        rows: Rows of the data, for the environment.
     """
     tokenizer: Any = task.tokenizer
     stop = _stop_ids(task)
     known: dict[str, list[int]] = {}
-    ids = []
-    for prompt in prompts:
-        chat = rollout.chat or not isinstance(prompt, str)
-        text = as_chat(tokenizer, prompt, f"{type(task).__name__}: chat") if chat else prompt
+
+    def encode(text: str, chat: bool) -> list[int]:
         if text not in known:
             known[text] = encoded_prompt(tokenizer, text, not chat, stop)
-        ids.append(known[text])
+        return known[text]
+
+    if environment is not None:
+        room = rollout.max_new_tokens + environment.max_tokens
+        chat = GrowingChat(tokenizer, environment.tools, stop)
+
+        def write(ids: list[list[int]], seeds: list[int], most: list[int]) -> tuple[list[Sample], list[str]]:
+            answers = continue_ids(task, ids, seeds, rollout, most, chat.stop)
+            return answers.samples, answers.texts
+
+        messages = [as_messages(prompt) for prompt in prompts]
+        talks = converse(
+            chat,
+            environment,
+            messages,
+            rows,
+            seeds,
+            lambda text: _cut(task, [encode(text, True)], room)[0],
+            write,
+            rollout.max_new_tokens,
+        )
+        samples = [talk.sample for talk in talks]
+        return Answers([talk.ids for talk in talks], samples, [talk.text for talk in talks], talks)
+    ids = []
+    for prompt in prompts:
+        is_chat = rollout.chat or not isinstance(prompt, str)
+        text = as_chat(tokenizer, prompt, f"{type(task).__name__}: chat") if is_chat else prompt
+        ids.append(encode(text, is_chat))
     return continue_ids(task, ids, seeds, rollout)
 
 
 def continue_ids(
-    task: LanguageModeling, prompts: Sequence[list[int]], seeds: Sequence[int], rollout: Rollout
+    task: LanguageModeling,
+    prompts: Sequence[list[int]],
+    seeds: Sequence[int],
+    rollout: Rollout,
+    room: Sequence[int] | None = None,
+    stop: Collection[int] = (),
 ) -> Answers:
-    """Let the network of a task continue token ids, as :func:`write_answers` does with texts."""
+    """Let the network of a task continue token ids, as :func:`write_answers` does with texts.
+
+    Args:
+        task: A task with a tokenizer.
+        prompts: Token ids. Those of a prompt that is too long lose their beginning.
+        seeds: One seed for each prompt.
+        rollout: How answers are drawn, and when they end.
+        room: Largest number of new tokens for each prompt. None: ``rollout.max_new_tokens``.
+        stop: Further ids that end an answer.
+    """
     network = task._built()
     tokenizer = task.tokenizer
-    most = room_for(network, rollout.max_new_tokens)
-    longest = max(map(len, prompts), default=0)
-    if longest > most:
-        rank_zero_warn(
-            f"{type(task).__name__}: a prompt of {longest} tokens loses its beginning, which may be part of its chat "
-            f"template, because the network reads {most} tokens before {rollout.max_new_tokens} new ones"
-        )
-    ids = [prompt[-most:] for prompt in prompts]
+    ids = list(prompts)
+    if room is None:
+        room = [rollout.max_new_tokens] * len(prompts)
+        ids = _cut(task, prompts, rollout.max_new_tokens)
     ending = Ending(tokenizer, ids, rollout.stop)
     samples = generate(
         network,
         ids,
-        rollout.max_new_tokens,
+        room,
         sampling=rollout.sampling,
         seeds=seeds,
-        stop=_stop_ids(task),
+        stop=_stop_ids(task) | {*stop},
         written=ending if rollout.stop else None,
         rows=rollout.rows,
         device=task.device,
@@ -141,16 +190,29 @@ def sample_seeds(trainer: Trainer, seed: int, prompts: int, samples: int) -> lis
     return [mix_seed(seed, place, number) for place in places for number in range(samples)]
 
 
+def _cut(task: LanguageModeling, prompts: Sequence[list[int]], room: int) -> list[list[int]]:
+    """Return the ends of prompts that leave room for further tokens."""
+    most = room_for(task._built(), room)
+    longest = max(map(len, prompts), default=0)
+    if longest > most:
+        rank_zero_warn(
+            f"{type(task).__name__}: a prompt of {longest} tokens loses its beginning, which may be part of its chat "
+            f"template, because the network reads {most} tokens before {room} new ones"
+        )
+    return [prompt[-most:] for prompt in prompts]
+
+
 def _stop_ids(task: LanguageModeling) -> set[int]:
     return {*(task.tokenizer_state or {}).get("stop", ()), *stop_ids(task._built(), task.tokenizer)}
 
 
-def check_writes(task: LanguageModeling, rollout: Rollout) -> None:
+def check_writes(task: LanguageModeling, rollout: Rollout, environment: Environment | None = None) -> None:
     """Check that a task can write answers during training.
 
     Raises:
         ConflictError: For a strategy that shards the weights.
-        ConfigurationError: If the network reads too few tokens for an answer.
+        ConfigurationError: If the network reads too few tokens for an answer, or the chat template cannot write
+            conversations with the environment.
     """
     traits = traits_of(task.trainer.strategy)
     if traits.shards:
@@ -158,7 +220,9 @@ def check_writes(task: LanguageModeling, rollout: Rollout) -> None:
             f"{type(task).__name__}: {traits.name} shards the weights, and processes generate different numbers of "
             "tokens: use one process or DDP, with LoRA or QuantizeBase to save memory"
         )
-    room_for(task._built(), rollout.max_new_tokens)
+    room_for(task._built(), rollout.max_new_tokens + (0 if environment is None else environment.max_tokens))
+    if environment is not None:
+        GrowingChat(task.tokenizer, environment.tools, _stop_ids(task))
 
 
 @dataclass
@@ -197,19 +261,20 @@ def joined(
     Returns:
         ``input_ids``, ``labels`` and ``attention_mask`` ``[N, T]``; and ``[N, T - 1]``, 0 outside of samples.
     """
-    longest = max(len(prompt) + len(sample.tokens) for prompt, sample in zip(prompts, samples))
+    parts = [[(list(prompt), False), *parts_of(sample)] for prompt, sample in zip(prompts, samples)]
+    longest = max(sum(len(tokens) for tokens, _ in row) for row in parts)
     shape = (len(samples), longest)
     rows = {
         "input_ids": torch.zeros(shape, dtype=torch.int64),
         "labels": torch.full(shape, IGNORE),
         "attention_mask": torch.zeros(shape, dtype=torch.int64),
     }
-    drawn = torch.zeros(len(samples), longest - 1)
-    for i, (prompt, sample) in enumerate(zip(prompts, samples)):
-        start = len(prompt)
-        stop = start + len(sample.tokens)
-        rows["input_ids"][i, :stop] = torch.tensor([*prompt, *sample.tokens])
-        rows["labels"][i, start:stop] = torch.tensor(sample.tokens)
-        rows["attention_mask"][i, :stop] = 1
-        drawn[i, start - 1 : stop - 1] = torch.tensor(sample.log_probs)
-    return {name: tensor.to(device) for name, tensor in rows.items()}, drawn.to(device)
+    drawn = torch.zeros(shape)
+    for i, row in enumerate(parts):
+        ids = torch.tensor([token for tokens, _ in row for token in tokens])
+        own = torch.tensor([is_own for tokens, is_own in row for _ in tokens])
+        rows["input_ids"][i, : len(ids)] = ids
+        rows["labels"][i, : len(ids)] = ids.where(own, IGNORE)
+        rows["attention_mask"][i, : len(ids)] = 1
+        drawn[i, : len(ids)][own] = torch.tensor(samples[i].log_probs)
+    return {name: tensor.to(device) for name, tensor in rows.items()}, drawn[:, 1:].to(device)

@@ -196,8 +196,8 @@ def test_accumulated_batches_have_the_gradients_of_one_batch(kind: Any, tmp_path
         task = _task(loss=PolicyLoss(kind), rollout=Rollout(samples=4, max_new_tokens=9, stop=("a", "e")))
         write = task._write
 
-        def by_place(prompts: Any, _: Any, write: Any = write) -> Any:
-            return write(prompts, [len(prompt) * 4 + i % 4 for i, prompt in enumerate(prompts)])
+        def by_place(prompts: Any, _: Any, rows: Any, write: Any = write) -> Any:
+            return write(prompts, [len(prompt) * 4 + i % 4 for i, prompt in enumerate(prompts)], rows)
 
         task._write = by_place  # type: ignore[method-assign]
         task.configure_optimizers = lambda task=task: torch.optim.SGD(task.parameters(), 1.0)  # type: ignore[method-assign]

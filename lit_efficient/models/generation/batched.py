@@ -46,12 +46,15 @@ class Sample:
             penalty and filters. It is what a training forward computes.
         drawn_log_probs: log-probability of each token under the distribution that it was drawn from, with temperature,
             penalty and filters.
+        between: ids that somebody else wrote between the tokens, by the number of tokens before them. `generate`
+            writes none.
     """
 
     tokens: list[int] = field(default_factory=list)
     end: End = "length"
     log_probs: list[float] = field(default_factory=list)
     drawn_log_probs: list[float] = field(default_factory=list)
+    between: dict[int, list[int]] = field(default_factory=dict)
 
 
 def longest_row(network: nn.Module) -> int:
@@ -91,7 +94,7 @@ def usual_tokens(network: Any) -> Tensor:
 def generate(
     network: nn.Module,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     *,
     sampling: Sampling,
     seeds: Sequence[int],
@@ -109,7 +112,7 @@ def generate(
     Args:
         network: a `GPT`, or a causal model of transformers.
         prompts: ids of each prompt, at least one.
-        max_new_tokens: maximum number of tokens to add.
+        max_new_tokens: maximum number of tokens to add, for all prompts or for each.
         sampling: parameters of sampling.
         seeds: seed of each prompt's random numbers.
         stop: ids that end a text.
@@ -124,28 +127,30 @@ def generate(
         ConfigurationError: for arguments out of range, and for a prompt that leaves no room for new tokens.
     """
     sampling.check("generate")
-    check_number("generate", "max_new_tokens", max_new_tokens, least=1, whole=True)
+    room = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    for most in room:
+        check_number("generate", "max_new_tokens", most, least=1, whole=True)
     check_number("generate", "rows", rows, least=1, whole=True, null=True)
     if len(seeds) != len(prompts):
         raise refusal("generate", "seeds", f"one for each of the {len(prompts)} prompts", seeds)
     longest = longest_row(network)
-    for prompt in prompts:
-        if not 0 < len(prompt) <= longest - max_new_tokens:
+    for prompt, most in zip(prompts, room):
+        if not 0 < len(prompt) <= longest - most:
             raise ConfigurationError(
-                f"generate: prompts must have 1 to {longest - max_new_tokens} tokens, because the network reads "
+                f"generate: prompts must have 1 to {longest - most} tokens, because the network reads "
                 f"{longest}, got one of {len(prompt)} tokens"
             )
     if not prompts:
         return []
     device = device or next(network.parameters()).device
-    samples = [_Row(i, prompt, max_new_tokens, seeds[i]) for i, prompt in enumerate(prompts)]
+    samples = [_Row(i, prompt, room[i], seeds[i]) for i, prompt in enumerate(prompts)]
     writer = _Writer(network, device, sampling, stop, written, rows or len(prompts))
     forget_positions(network)
     texts = [row for row in samples if row.number not in pictured]
     with evaluating(network):
         for number, inputs in pictured.items():
             writer.read_pictured(samples[number], inputs)
-        if texts and _is_cached(network, max(row.start for row in texts) + max_new_tokens, device):
+        if texts and _is_cached(network, max(row.start + row.most for row in texts), device):
             writer.replace_rows(texts)
         else:
             for first in range(0, len(texts), writer.size):
