@@ -303,12 +303,15 @@ def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     from lit_efficient.application.ledger import reports_of
     from lit_efficient.declaration import techniques_of
     from lit_efficient.surgery import weights_wait
+    from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
     module = cli.model
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
     trains = f"{count:,} trainable, " if cli.whole else ""
     number = sum(p.numel() for p in module.parameters())
     lines = [f"model: {type(module).__name__}, {number:,} parameters, {trains}{_bytes(module) / 2**20:,.1f} MiB"]
+    if isinstance(module, LatentDiffusion):
+        lines += module.settings.lines()
     reports = reports_of(module, techniques_of(cli.trainer))
     if reports:
         lines += ["techniques:", *(f"  {name}: {report.summary}" for name, report in reports.items())]

@@ -27,6 +27,7 @@ from lit_efficient.data.images.image_module import KeyedModule
 from lit_efficient.data.latents.encoded_dataset import EncodedRows
 from lit_efficient.data.latents.encoded_fields import ChannelScaling, EncodedFields, EncodedNumbers
 from lit_efficient.data.latents.encoded_sources import EncodedSource, Layout, check_fields, open_encoded
+from lit_efficient.data.latents.model_scaling import pipeline_scaling
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.models.libraries.autoencoders import build_autoencoder
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
@@ -49,7 +50,8 @@ class EncodedData(KeyedModule):
         numbers: Meaning of the stored numbers.
         statistics: Mean and standard deviation that normalise the latents: ``measured`` on up to 4096 rows,
             ``declared`` by the configuration of the autoencoder, ``none`` if the latents have mean 0 and variance 1
-            already, or given numbers.
+            already, or given numbers. null takes those of the pipeline from which the trained network comes, and
+            measures them for other networks.
         autoencoder: Autoencoder that decodes the latents, as in ``LatentData``. null: no samples are shown.
         num_classes: Number of classes. null: the largest label plus 1; all rows are read once to find it.
         held_out: Number of rows held out for validation if ``val_files`` is null.
@@ -76,7 +78,7 @@ class EncodedData(KeyedModule):
         val_files: str | None = None,
         fields: EncodedFields = EncodedFields(),  # noqa: B008 (frozen)
         numbers: EncodedNumbers = EncodedNumbers(),  # noqa: B008 (frozen)
-        statistics: Literal["measured", "declared", "none"] | ChannelScaling = "measured",
+        statistics: Literal["measured", "declared", "none"] | ChannelScaling | None = None,
         autoencoder: AutoencoderConfig | DiffusersModelConfig | str | None = None,
         num_classes: int | None = None,
         held_out: int = 256,
@@ -91,7 +93,7 @@ class EncodedData(KeyedModule):
         for name, value in given.items():
             check_number("EncodedData", name, value, least=0, whole=True, null=name == "num_classes")
         check_number("EncodedData", "batch_size", batch_size, least=1, whole=True)
-        if not isinstance(statistics, ChannelScaling) and statistics not in ("measured", "declared", "none"):
+        if not isinstance(statistics, ChannelScaling) and statistics not in (None, "measured", "declared", "none"):
             raise refusal("EncodedData", "statistics", "measured, declared, none, or a mean and std", statistics)
         if statistics == "declared" and autoencoder is None:
             raise ConfigurationError(
@@ -204,7 +206,10 @@ class EncodedData(KeyedModule):
     def _statistics(self, rows: EncodedRows) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of each channel [c], as given or as measured."""
         channels = rows.shape[0]
-        if isinstance(self.statistics, ChannelScaling):
+        scaling = pipeline_scaling(self, channels)
+        if self.statistics is None and scaling is not None:
+            mean, std = scaling
+        elif isinstance(self.statistics, ChannelScaling):
             mean = torch.tensor(self.statistics.mean)
             std = torch.tensor(self.statistics.std)
         else:

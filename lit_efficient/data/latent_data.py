@@ -26,6 +26,7 @@ from lit_efficient.data.images.image_source import ImageSource
 from lit_efficient.data.latents.latent_format import Format, Moments, StoredDtype, normalize_item
 from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
 from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
+from lit_efficient.data.latents.model_scaling import pipeline_scaling
 from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_features
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.cache import cache_root, digest_of
@@ -62,6 +63,7 @@ class LatentData(KeyedModule):
             disk and rounds by 2^-11.
         statistics: Mean and standard deviation of each channel that normalise the latents: ``measured`` on the training
             part (with a cache on all images, without on 256), or ``declared`` by the configuration of the autoencoder.
+            null takes those of the pipeline from which the trained network comes, and measures them for other networks.
         cached: Train on a cache. false encodes in each step.
         build: Make the cache in ``prepare_data`` if it does not exist.
 
@@ -80,7 +82,7 @@ class LatentData(KeyedModule):
         folder: str | None = None,
         format: Format = "posterior",
         dtype: StoredDtype = "float32",
-        statistics: Literal["measured", "declared"] = "measured",
+        statistics: Literal["measured", "declared"] | None = None,
         cached: bool = True,
         build: bool = False,
     ) -> None:
@@ -203,6 +205,9 @@ class LatentData(KeyedModule):
         autoencoder = self.encoders().codec.held
         if self.statistics == "declared":
             return LatentCodec.declared(autoencoder)
+        scaling = pipeline_scaling(self, autoencoder.latent_channels)
+        if self.statistics is None and scaling is not None:
+            return LatentCodec(autoencoder, *scaling)
         mean, std = self._measured() if store is None else store.statistics
         return LatentCodec(autoencoder, mean, std)
 

@@ -12,6 +12,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.diffusers_sampling import check_steps, scheduler_for
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess
+from lit_efficient.losses.timesteps import shift_at
 
 EVERY: tuple[SamplerName, ...] = ("ddim", "euler", "heun", "dpmsolver++")
 
@@ -84,16 +85,16 @@ def scheduler_of(
     """
     process = parts.process
     name = parts.sampler.name
-    if parts.sampler.shift != 1.0 and process.schedule != "flow":
+    shift = shift_at(parts.sampler.shift)
+    if shift != 1.0 and process.schedule != "flow":
         raise ConfigurationError(
             f"export: diffusers' schedulers of {process.schedule!r} have no shift, and the run sampled with Sampler("
-            f"shift={parts.sampler.shift}): sample with shift=1"
+            f"shift={shift}): sample with shift=1"
         )
     if process.schedule == "flow":
         name = name if name in of_flow else of_flow[0]
     elif name not in allowed:  # the built-in sampler equals DDIM
         name = "ddim"
-    shift = parts.sampler.shift if process.schedule == "flow" else 1.0
     try:
         check_steps(process, Sampler(name, shift=shift), parts.steps)
         scheduler = scheduler_for(process, name, parts.prediction, shift)

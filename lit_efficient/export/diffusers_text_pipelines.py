@@ -52,7 +52,8 @@ def _sdxl(parts: Parts) -> Pipeline:
     from diffusers import StableDiffusionXLPipeline
 
     encoders = _encoders(parts, "StableDiffusionXLPipeline", 2)
-    settings = {"force_zeros_for_empty_prompt": False, "add_watermarker": False}
+    zeros = parts.sampler.empty_prompt == "zeros"
+    settings = {"force_zeros_for_empty_prompt": zeros, "add_watermarker": False}
     pipeline: Any = StableDiffusionXLPipeline(
         **encoders, **settings, vae=parts.vae, unet=parts.network, scheduler=scheduler_of(parts, EVERY)
     )

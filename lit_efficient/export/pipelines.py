@@ -192,7 +192,7 @@ def _pipeline(module: "LatentDiffusion", network: Any) -> "Pipeline":
         text_encoder=module.text_encoder,
         process=module.process,
         prediction=module.prediction,
-        sampler=module.sampler,
+        sampler=module.sampler if module.latent_size is None else module.sampler_at(module.latent_size),
         guidance_scale=module.guidance_scale,
         steps=module.sampling_steps,
         size=module.latent_size,

@@ -40,6 +40,7 @@ from lit_efficient.losses.noise_process import (
     as_process,
     karras_time,
 )
+from lit_efficient.losses.timesteps import shift_at
 
 _VP = {
     "ddim": "DDIMScheduler",
@@ -120,7 +121,7 @@ def check_sampler(process: DiffusionProcess, sampler: Sampler, prediction: Predi
     if name == "builtin":
         return
     _diffusers(name)
-    if sampler.shift != 1.0 and schedule != "flow":
+    if sampler.shift not in (None, 1.0) and schedule != "flow":
         allowed = f"1 for diffusers' {name} on {schedule!r} (they shift flow only; name=builtin shifts every process)"
         raise refusal("Sampler", "shift", allowed, sampler.shift)
     if prediction == "eps" and process.ends_in_noise:
@@ -162,7 +163,8 @@ def sample_with_diffusers(
         steps: Number of steps, at most 1000. For ddim a divisor of 1000.
         process: Process that the network was trained on.
         prediction: Target that the network predicts. It is converted to that of the scheduler.
-        sampler: Sampler with a name other than builtin.
+        sampler: Sampler with a name other than builtin. For a `ResolutionShift`, each position of the noise is
+            a token.
 
     Raises:
         ConfigurationError: If the sampler does not support the process, the target or the number of steps.
@@ -171,7 +173,7 @@ def sample_with_diffusers(
     check_sampler(process, sampler, prediction)
     check_steps(process, sampler, steps)
     native = native_prediction(process)
-    scheduler = scheduler_for(process, sampler.name, shift=sampler.shift)
+    scheduler = scheduler_for(process, sampler.name, shift=shift_at(sampler.shift, noise[0, 0].numel()))
     _set_timesteps(scheduler, steps)
     x = noise.float() * float(getattr(scheduler, "init_noise_sigma", 1.0))
     for timestep, t in zip(scheduler.timesteps, _times(scheduler, process), strict=True):

@@ -21,10 +21,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import check_number, checks_types
+from lit_efficient.errors import check_choice, check_number, checks_types
 from lit_efficient.losses.diffusion import Prediction, alpha_sigma, to_x0_eps
 from lit_efficient.losses.noise_process import AFTER_ZERO, DiffusionProcess, Schedule, as_process
-from lit_efficient.losses.timesteps import shift_times
+from lit_efficient.losses.timesteps import ResolutionShift, read_shift, shift_times
 
 SamplerName = Literal["builtin", "ddim", "euler", "heun", "dpmsolver++"]
 
@@ -43,20 +43,26 @@ class Sampler:
             heun or dpmsolver++.
         guidance_rescale: Share of the guided prediction that is rescaled to the standard deviation of the conditional
             one, in [0, 1]. The paper uses 0.7. Strong guidance without rescaling over-saturates.
-        shift: Above 0. Values above 1 place more steps at high noise, as large latents need. Samplers of diffusers
+        shift: Above 0. Values above 1 place more steps at high noise, as large latents need. A `ResolutionShift`
+            depends on the size of the latents. null takes that of the network's pipeline, or 1. Samplers of diffusers
             support it for flow only.
         path_drop: Compute the unconditional prediction without the deep path of the network, so that guidance costs
             little. The network must be trained with ``TokenRouting(mode="sprint", path_drop=...)``.
+        empty_prompt: Condition of the prediction without a prompt, and of hidden captions in training: ``encoded``, the
+            embedding of the empty caption, or ``zeros``, as in SDXL. null takes that of the network's pipeline, or
+            encoded.
     """
 
     name: SamplerName = "builtin"
     guidance_rescale: float = 0.0
-    shift: float = 1.0
+    shift: float | ResolutionShift | None = None
     path_drop: bool = False
+    empty_prompt: Literal["encoded", "zeros"] | None = None
 
     def __post_init__(self) -> None:
         check_number("Sampler", "guidance_rescale", self.guidance_rescale, least=0, most=1)
-        check_number("Sampler", "shift", self.shift, above=0)
+        object.__setattr__(self, "shift", read_shift("Sampler", self.shift))
+        check_choice("Sampler", "empty_prompt", self.empty_prompt, ("encoded", "zeros"), null=True)
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: float, rescale: float = 0.0) -> Tensor:

@@ -42,6 +42,7 @@ SIGMA_MAX = 80.0
 RHO = 7.0
 _NO_SIGNAL = 1e-4  # an alpha / sigma below this counts as pure noise; squared_cosine ends at half of it, linear at 60x
 _LEAST_SIGNAL = 1e-6  # smallest alpha that float32 samplers can distinguish from 0
+_WHOLE = 1e-2  # distance from a whole entry of a table that counts as rounding
 AFTER_ZERO = 1e-6  # time of EDM's lowest noise level; at time 0 there is no noise
 # Training times of schedules that begin with pure data and end in pure noise. Log-SNRs are finite between them.
 T_RANGE = (1e-3, 1.0 - 1e-3)
@@ -156,12 +157,16 @@ class DiffusionProcess:
     def timestep(self, t: Tensor) -> Tensor:
         """Return the time input of networks in diffusers' pipelines.
 
-        It is the entry k of a table, log(sigma) / 4 for edm, and 1000 ``t`` for the others.
+        It is the entry k of a table (with a fraction between two entries), log(sigma) / 4 for edm, and 1000 ``t`` for
+        the others.
         """
         if self.schedule == "edm":
             return self.network_time(t)
         if self.schedule in TABLES:
-            return (t * STEPS - 1.0).round().clamp(min=0.0)
+            entry = t * STEPS - 1.0
+            nearest = entry.round()
+            # Products in float32 miss whole entries by up to 1e-4.
+            return torch.where((entry - nearest).abs() < _WHOLE, nearest, entry).clamp(min=0.0)
         return t * STEPS
 
     def on_grid(self, t: Tensor) -> Tensor:

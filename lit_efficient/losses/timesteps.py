@@ -9,7 +9,7 @@
 with ``u`` uniform and ``n`` normal. For flow, where sigma / alpha = t / (1 - t), log_normal would be logit_normal.
 
 The shift adapts to the resolution: neighbouring pixels of a large image are similar, so the same noise hides less of
-it. SD3 uses s = sqrt(m / n) for m tokens, if a shift of 1 suits n tokens.
+it. SD3 uses s = sqrt(m / n) for m tokens, if a shift of 1 suits n tokens; Flux uses s = exp(a + b m).
 
 Source: Esser et al. (2024), https://arxiv.org/abs/2403.03206; Karras et al. (2022), https://arxiv.org/abs/2206.00364.
 """
@@ -17,7 +17,7 @@ Source: Esser et al. (2024), https://arxiv.org/abs/2403.03206; Karras et al. (20
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,64 @@ _MODE_LIMIT = 2.0 / (math.pi - 2.0)  # with a larger scale, or one below -1, the
 
 @checks_types
 @dataclass(frozen=True)
+class ResolutionShift:
+    """Shift of the times that depends on the resolution, as in the schedulers of Flux and Qwen-Image.
+
+        mu = base_shift + (m - base_tokens) (max_shift - base_shift) / (max_tokens - base_tokens)    for m tokens
+        s = exp(mu) (exponential), or s = mu (linear)
+
+    Args:
+        base_tokens: Tokens of an image with ``base_shift``.
+        max_tokens: Tokens of an image with ``max_shift``.
+        base_shift: mu for ``base_tokens``.
+        max_shift: mu for ``max_tokens``.
+        kind: exponential or linear.
+    """
+
+    base_tokens: int = 256
+    max_tokens: int = 4096
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    kind: Literal["exponential", "linear"] = "exponential"
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_number(owner, "base_tokens", self.base_tokens, least=1, whole=True)
+        check_number(owner, "max_tokens", self.max_tokens, above=self.base_tokens, whole=True)
+        check_choice(owner, "kind", self.kind, ("exponential", "linear"))
+
+    def at(self, tokens: int) -> float:
+        """Return the shift for images of ``tokens`` tokens."""
+        slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
+        mu = self.base_shift + (tokens - self.base_tokens) * slope
+        if self.kind == "linear":
+            return mu
+        return math.exp(mu)
+
+
+Shift = float | ResolutionShift
+
+
+def shift_at(shift: Shift | None, tokens: int = 1) -> float:
+    """Return the shift as a number: for images of ``tokens`` tokens, and 1 for ``None``."""
+    if shift is None:
+        return 1.0
+    if isinstance(shift, ResolutionShift):
+        return shift.at(tokens)
+    return shift
+
+
+def read_shift(owner: str, shift: Any) -> Shift | None:
+    """Return a checked shift. Checkpoints hold a `ResolutionShift` as a dictionary."""
+    if isinstance(shift, dict):
+        return ResolutionShift(**shift)
+    if not isinstance(shift, ResolutionShift):
+        check_number(owner, "shift", shift, above=0, null=True)
+    return shift
+
+
+@checks_types
+@dataclass(frozen=True)
 class TimestepSampling:
     """Distribution of training times.
 
@@ -43,7 +101,8 @@ class TimestepSampling:
         location: Mean of the normal variable. null takes 0 (logit_normal) or -1.2 (log_normal).
         scale: Standard deviation of the normal variable, or strength of mode. null takes 1 (logit_normal), 1.29 (mode)
             or 1.2 (log_normal).
-        shift: Above 0. Values above 1 move all times towards noise, as large latents need.
+        shift: Above 0. Values above 1 move all times towards noise, as large latents need. A `ResolutionShift` depends
+            on the size of the latents. null takes that of the network's pipeline, or 1.
 
     Raises:
         ConfigurationError: For an argument out of range, or one that the distribution does not use.
@@ -52,7 +111,7 @@ class TimestepSampling:
     distribution: Distribution = "logit_normal"
     location: float | None = None
     scale: float | None = None
-    shift: float = 1.0
+    shift: float | ResolutionShift | None = None
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -65,7 +124,7 @@ class TimestepSampling:
             check_number(owner, "scale", self.scale, least=-1, most=_MODE_LIMIT, null=True)
         else:
             check_number(owner, "scale", self.scale, above=0, null=True)
-        check_number(owner, "shift", self.shift, above=0)
+        object.__setattr__(self, "shift", read_shift(owner, self.shift))
 
     @property
     def location_or_default(self) -> float:
@@ -89,6 +148,7 @@ def sample_timesteps(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
     process: Schedule | DiffusionProcess = "flow",
+    tokens: int = 1,
 ) -> Tensor:
     """Draw training times, [count] float32, in the process's ``t_range``, rounded to its table if it has one.
 
@@ -98,6 +158,7 @@ def sample_timesteps(
         generator: Random generator. ``None`` takes torch's global generator of ``device``.
         device: Device of the result.
         process: Process that is trained. ``log_normal`` is a distribution of EDM's noise levels and needs ``edm``.
+        tokens: Tokens of a sample, for a `ResolutionShift`.
 
     Raises:
         ConfigurationError: For a distribution that the process does not support.
@@ -121,7 +182,7 @@ def sample_timesteps(
         case _:
             normal = location + scale * draw().normal_(generator=generator)
             t = karras_time(normal.exp()) if sampling.distribution == "log_normal" else normal.sigmoid()
-    t = shift_times(t.clamp(0.0, 1.0), sampling.shift)
+    t = shift_times(t.clamp(0.0, 1.0), shift_at(sampling.shift, tokens))
     return moved(process.on_grid(t.clamp(*process.t_range)), device)
 
 

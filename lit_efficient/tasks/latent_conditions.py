@@ -1,13 +1,14 @@
 """Conditions of a diffusion network from labels and captions, and the captions of the samples in validation."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.models.libraries.pipeline_folder import EmptyCaption
 from lit_efficient.models.libraries.text_encoder import TextEncoder
 from lit_efficient.models.networks.backbone_shape import BackboneShape
 from lit_efficient.models.networks.condition import Condition
@@ -22,6 +23,7 @@ class Conditioning:
 
     shape: BackboneShape  # inputs of the network
     encoder: TextEncoder | None  # of captions; without one, batches contain their embeddings
+    empty: EmptyCaption | None = None  # condition of hidden captions; None: encoded
 
     def check(self, num_classes: int | None = None) -> None:
         """Check that the classes of the data and the text encoder fit the network.
@@ -57,8 +59,8 @@ class Conditioning:
                 "captions.padding: seen in its TextEncoderConfig"
             )
 
-    def of_batch(self, batch: dict[str, Any], device: torch.device) -> Condition:
-        """Return the conditions of the samples in a batch."""
+    def of_batch(self, batch: dict[str, Any], device: torch.device, negative: bool = False) -> Condition:
+        """Return the conditions of the samples in a batch; with ``negative`` its captions are negative prompts."""
         labels = None
         if self.shape.num_classes:
             labels = moved(self._member(batch, "labels"), device)
@@ -67,7 +69,7 @@ class Conditioning:
             sizes = moved(batch["sizes"].float(), device)
         if not self.shape.takes_text:
             return Condition(labels, sizes=sizes)
-        text, mask, pooled = self._text(batch, device)
+        text, mask, pooled = self._text(batch, device, negative)
         if not self.shape.text_width:
             text = None
             mask = None
@@ -75,17 +77,27 @@ class Conditioning:
             pooled = None
         return Condition(labels, text, mask, pooled, sizes)
 
-    def null(self, device: torch.device) -> Condition:
-        """Return the empty condition of one sample: the class after the last one, and the empty caption."""
+    def null(self, device: torch.device, prompt: str | None = None) -> Condition:
+        """Return the empty condition of one sample: the class after the last one, and the empty caption.
+
+        ``prompt`` is a negative prompt in place of the empty caption.
+        """
         if self.encoder is None and self.shape.takes_text:
             raise ConfigurationError(
                 "LatentDiffusion: hiding text needs the embedding of the empty caption, but there is no text encoder: "
                 "add one to the data (text_encoder), set the module's text_encoder, or set label_dropout to 0 and the "
                 "guidance scale to 1"
             )
-        return self.of_batch({"labels": torch.tensor([self.shape.num_classes]), "captions": [""]}, device)
+        batch = {"labels": torch.tensor([self.shape.num_classes]), "captions": [prompt or ""]}
+        empty = self.of_batch(batch, device, negative=True)
+        if self.empty != "zeros" or prompt is not None:
+            return empty
+        zeros = empty.map(torch.zeros_like)
+        return replace(empty, text=zeros.text, pooled=zeros.pooled)
 
-    def _text(self, batch: dict[str, Any], device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _text(
+        self, batch: dict[str, Any], device: torch.device, negative: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the embeddings of tokens, their mask (None if all count), and the pooled embedding."""
         if "text" in batch:
             text, mask, pooled = (batch.get(name) for name in ("text", "text_mask", "pooled"))
@@ -96,7 +108,7 @@ class Conditioning:
                     f"LatentDiffusion: {self.shape.name} takes text, but there is no text encoder for the captions: "
                     "add one to the data (text_encoder), or set the module's text_encoder"
                 )
-            text, mask, pooled = self.encoder.encode(list(captions), device)
+            text, mask, pooled = self.encoder.encode(list(captions), device, negative)
         if self.encoder is not None and not self.encoder.hides_padding:
             mask = None
         if mask is not None and not self.shape.masks_text:

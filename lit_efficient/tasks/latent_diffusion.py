@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.internals.lightning_trainer import trainer_of
@@ -34,7 +34,7 @@ from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
-from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig, declared_prediction
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.dit_to_diffusers import diffusers_fields
 from lit_efficient.models.networks.class_token import join_token, split_token
 from lit_efficient.models.networks.condition import Condition
@@ -44,7 +44,7 @@ from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.protocol import builds_no_layers
 from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
-from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, Samples, check, described, to_uint8
+from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, Samples, check, to_uint8
 from lit_efficient.tasks.latent_source import LatentSource
 from lit_efficient.tasks.loss_by_noise import LossByNoise
 
@@ -65,19 +65,24 @@ class LatentDiffusion(LatentGenerator):
         backbone: The network: shape of this package's diffusion transformer, or a model of diffusers. A UNet with
             classes needs one more row than there are classes (``num_class_embeds``), for "no label".
         prediction: Target that the network predicts: flow, eps, v, x0 or edm. eps learns classes many times slower.
+            null takes that of the backbone's pipeline, or flow.
         schedule: Noise schedule by name (flow, cosine, squared_cosine, linear, scaled_linear, edm), or the whole
-            process: betas, zero terminal SNR, offset noise and input perturbation.
+            process: betas, zero terminal SNR, offset noise and input perturbation. null takes that of the backbone's
+            pipeline, or flow.
         timestep_sampling: Distribution of training times by name (uniform, logit_normal, mode, log_normal), or with
-            location, scale and shift.
+            location, scale and shift. null takes logit_normal; for a network from a pipeline that has a table of betas
+            uniform, and for edm log_normal.
         label_dropout: Probability that the conditions of a training sample are hidden, in [0, 1). Label and text are
             hidden together.
         guidance_scale: Strength of classifier-free guidance in sampling. 1 is no guidance.
         sampling_steps: Steps of the sampler.
-        sampler: Sampler by name (builtin, and ddim, euler, heun, dpmsolver++ of diffusers), or with shift and rescaling
-            of the guidance.
+        sampler: Sampler by name (builtin, and ddim, euler, heun, dpmsolver++ of diffusers), or with shift, rescaling of
+            the guidance and the empty prompt.
         learning_rate: Peak learning rate of AdamW, with 100 steps of warm-up (a tenth of short runs), then a cosine to
             zero.
         samples: Number of images that are sampled in each validation, their captions, and their decoder.
+        override: Settings in which this config may contradict the pipeline of the backbone: prediction_type, schedule,
+            timestep_shift, empty_prompt, vae_scaling, text_encoder. Other contradictions are refused.
     """
 
     logs: ClassVar[tuple[str, ...]] = ("train/loss", "val/loss")  # and others with these prefixes
@@ -86,18 +91,21 @@ class LatentDiffusion(LatentGenerator):
     def __init__(
         self,
         backbone: DiTConfig | DiffusersModelConfig = DiTConfig(),  # noqa: B008 (frozen)
-        prediction: Prediction = "flow",
-        schedule: Schedule | DiffusionProcess = "flow",
-        timestep_sampling: Distribution | TimestepSampling = "logit_normal",
+        prediction: Prediction | None = None,
+        schedule: Schedule | DiffusionProcess | None = None,
+        timestep_sampling: Distribution | TimestepSampling | None = None,
         label_dropout: float = 0.1,
         guidance_scale: float = 2.0,
         sampling_steps: int = 20,
         sampler: SamplerName | Sampler = "builtin",
         learning_rate: float = 3e-3,
         samples: Samples = Samples(),  # noqa: B008 (frozen)
+        override: list[str] | None = None,
     ) -> None:
-        super().__init__(backbone, prediction, schedule, guidance_scale, sampling_steps, sampler, samples)
-        self.timestep_sampling = described(TimestepSampling, "timestep_sampling", timestep_sampling, Distribution)
+        super().__init__(
+            backbone, prediction, schedule, guidance_scale, sampling_steps, sampler, samples, override or []
+        )
+        self.timestep_sampling = self.settings.timestep_sampling(timestep_sampling, self.process)
         check_sampling("LatentDiffusion", self.timestep_sampling, self.process)
         check_number("LatentDiffusion", "label_dropout", label_dropout, least=0, below=1)
         check_number("LatentDiffusion", "learning_rate", learning_rate, above=0)
@@ -109,7 +117,7 @@ class LatentDiffusion(LatentGenerator):
         # Primitives only, so that checkpoints load with weights_only=True.
         self.save_hyperparameters(
             {
-                "prediction": prediction,
+                "prediction": self.prediction,
                 "label_dropout": label_dropout,
                 "guidance_scale": guidance_scale,
                 "sampling_steps": sampling_steps,
@@ -119,6 +127,7 @@ class LatentDiffusion(LatentGenerator):
                 "timestep_sampling": asdict(self.timestep_sampling),
                 "sampler": asdict(self.sampler),
                 "samples": asdict(self.samples),
+                "override": list(self.settings.override),
             }
         )
         self._by_noise = LossByNoise()
@@ -129,8 +138,6 @@ class LatentDiffusion(LatentGenerator):
         super().setup(stage)
         if stage == "fit" and isinstance(self.backbone, DiTConfig):
             _warn_about_export(self.backbone)
-        if stage == "fit" and isinstance(self.backbone, DiffusersModelConfig):
-            _check_target(self.backbone, self.prediction)
         if stage == "fit" and self.codec is not None and self.text_encoder is None and self.shape.takes_text:
             allowed = "0 without a text encoder, which embeds the empty caption: add one to the data (text_encoder)"
             check("label_dropout", self.label_dropout, allowed, self.label_dropout == 0.0)
@@ -194,7 +201,8 @@ class LatentDiffusion(LatentGenerator):
         features = self.shape.class_token.features
         if features:
             x0 = join_token(x0, self._class_features(batch, features))
-        t = sample_timesteps(len(x0), self.timestep_sampling, generator, x0.device, process)
+        tokens = self.tokens((x0.shape[2], x0.shape[3]))
+        t = sample_timesteps(len(x0), self.timestep_sampling, generator, x0.device, process, tokens)
         eps, seen = diffusion.draw_noise(x0, process, generator)
         output = self(diffusion.add_noise(x0, seen, t, process), t, condition)
         target = diffusion.target(x0, eps, t, process, self.prediction)
@@ -275,18 +283,6 @@ class LatentDiffusion(LatentGenerator):
         latents = self.sample(**asked, generator=torch.Generator().manual_seed(FIXED_SEED))
         for name, value in score(self._decode(latents), labels).items():
             self.log(f"{stage}/{name}", value, prog_bar=name == "sample_accuracy", sync_dist=True)
-
-
-def _check_target(spec: DiffusersModelConfig, prediction: Prediction) -> None:
-    """Raise an error for another target than that of the pipeline from which the network comes."""
-    declared = declared_prediction(spec)
-    if declared in (None, prediction):
-        return
-    allowed = (
-        f"{declared!r}, which the network predicts by the scheduler of {spec.name_or_path} (to train another target on "
-        f"purpose, name the network's own folder without subfolder, name_or_path: {spec.described})"
-    )
-    raise refusal("LatentDiffusion", "prediction", allowed, prediction)
 
 
 def _warn_about_export(config: DiTConfig) -> None:

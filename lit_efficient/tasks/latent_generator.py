@@ -12,14 +12,14 @@ Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lit_efficient.errors import ChecksTypes, ConfigurationError, check_choice, check_number, checks_types, refusal
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number, checks_types, refusal
 from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
@@ -27,10 +27,12 @@ from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
+from lit_efficient.losses.timesteps import shift_at
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
 from lit_efficient.models.libraries import backbones
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.latent_codec import LatentCodec, PreviewDecoder
+from lit_efficient.models.libraries.pipeline_folder import Scaling, in_pipeline
 from lit_efficient.models.libraries.text_encoder import TextEncoder
 from lit_efficient.models.networks.backbone_shape import BackboneShape
 from lit_efficient.models.networks.class_token import rows_of, split_token
@@ -44,6 +46,7 @@ from lit_efficient.tasks.deferred_weights import weights_may_wait
 from lit_efficient.tasks.latent_conditions import Conditioning, Prompts
 from lit_efficient.tasks.latent_sampling import draw_noise, guided, sample_latents
 from lit_efficient.tasks.latent_source import LatentSource
+from lit_efficient.tasks.pipeline_settings import PipelineSettings
 
 _SAMPLED_AT_ONCE = 64
 _DECODED_AT_ONCE = 32
@@ -92,27 +95,32 @@ class LatentGenerator(ChecksTypes, LightningModule):
     def __init__(
         self,
         backbone: DiTConfig | DiffusersModelConfig,
-        prediction: Prediction,
-        schedule: Schedule | DiffusionProcess,
+        prediction: Prediction | None,
+        schedule: Schedule | DiffusionProcess | None,
         guidance_scale: float,
         sampling_steps: int,
         sampler: SamplerName | Sampler,
         samples: Samples,
+        override: Sequence[str],
     ) -> None:
         super().__init__()
         # Arguments are dicts if they come from a checkpoint.
         self.backbone = backbones.as_spec(backbone) if isinstance(backbone, dict) else backbone
+        if isinstance(self.backbone, DiffusersModelConfig):
+            self.backbone = in_pipeline(self.backbone, ("transformer", "unet"))
         self.samples = Samples(**samples) if isinstance(samples, dict) else samples
-        self.process = described(DiffusionProcess, "schedule", schedule, Schedule)
-        self.sampler = described(Sampler, "sampler", sampler, SamplerName)
-        diffusion.check_prediction("LatentDiffusion", prediction, self.process)
+        self.settings = PipelineSettings(self.backbone, override)
+        self.prediction: Prediction = self.settings.prediction(prediction)
+        self.process = self.settings.process(schedule)
+        self.sampler = self.settings.sampler(sampler, self.process)
+        diffusion.check_prediction("LatentDiffusion", self.prediction, self.process)
         check_number("LatentDiffusion", "guidance_scale", guidance_scale, least=0)
         check_number("LatentDiffusion", "sampling_steps", sampling_steps, least=1, whole=True)
         drops = self.sampler.path_drop
         allowed = "false at guidance_scale 1, which applies no guidance"
         check("sampler.path_drop", drops, allowed, guidance_scale != 1 or not drops)
         try:
-            check_sampler(self.process, self.sampler, prediction)
+            check_sampler(self.process, self.sampler, self.prediction)
             check_steps(self.process, self.sampler, sampling_steps)
         except ConfigurationError as error:
             if not isinstance(sampler, dict):
@@ -120,7 +128,6 @@ class LatentGenerator(ChecksTypes, LightningModule):
             # A checkpoint must load even if its sampler is not available here.
             self.sampler = replace(self.sampler, name="builtin")
             rank_zero_warn(f"{error}. The checkpoint's sampler is replaced by builtin")
-        self.prediction: Prediction = prediction
         self.guidance_scale = guidance_scale
         self.sampling_steps = sampling_steps
         self._prompts = Prompts(self.samples.prompts)
@@ -140,7 +147,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
     @property
     def conditioning(self) -> Conditioning:
         """Builder of the network's conditions."""
-        return Conditioning(self.shape, self.text_encoder)
+        return Conditioning(self.shape, self.text_encoder, self.sampler.empty_prompt)
 
     def check_latents(self, channels: int, height: int, width: int) -> None:
         """Raise ConfigurationError for latents that do not fit the backbone."""
@@ -148,6 +155,22 @@ class LatentGenerator(ChecksTypes, LightningModule):
         if isinstance(self.backbone, DiTConfig) and height == width:
             allowed = f"{height}, as the data's latents are"
             check("backbone.size", self.backbone.size, allowed, self.backbone.size == height)
+
+    @property
+    def latent_scaling(self) -> Scaling | None:
+        """Mean and standard deviation of each channel of latents that the network's pipeline declares, if it does."""
+        meaning = self.settings.meaning
+        if meaning is None or "vae_scaling" in self.settings.override:
+            return None
+        return meaning.scaling
+
+    def tokens(self, size: tuple[int, int]) -> int:
+        """Return the number of the network's tokens for latents of a height and width."""
+        return size[0] * size[1] // self.shape.sides.multiple**2
+
+    def sampler_at(self, size: tuple[int, int]) -> Sampler:
+        """Return the sampler for latents of a height and width, with its shift as a number."""
+        return replace(self.sampler, shift=shift_at(self.sampler.shift, self.tokens(size)))
 
     @builds_no_layers
     def setup(self, stage: str) -> None:
@@ -159,6 +182,8 @@ class LatentGenerator(ChecksTypes, LightningModule):
         if data.codec is not None:
             self.codec = data.codec
         self.text_encoder = getattr(data, "text_encoder", None) or self.text_encoder
+        if stage == "fit":
+            self.settings.check_encoders(self.codec, self.text_encoder)
         self.latent_size = (height, width)
         self.class_names = [str(name) for name in getattr(data, "class_names", None) or self.class_names]
         self.conditioning.check(data.num_classes)
@@ -229,6 +254,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         steps: int | None = None,
         *,
         captions: list[str] | None = None,
+        negative: str | None = None,
         count: int | None = None,
         size: tuple[int, int] | None = None,
     ) -> Tensor:
@@ -241,6 +267,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
             guidance_scale: Guidance scale. None takes the module's.
             steps: Steps of the sampler. None takes the module's ``sampling_steps``.
             captions: B captions, for a backbone with text.
+            negative: Negative prompt, from which guidance moves away. None is the empty prompt of the training.
             count: B, for a backbone with neither.
             size: Height and width of the latents. None takes those of the training data.
 
@@ -253,7 +280,9 @@ class LatentGenerator(ChecksTypes, LightningModule):
         check_number("LatentDiffusion", "guidance_scale", guidance_scale, least=0, null=True)
         check_number("LatentDiffusion", "steps", steps, least=1, whole=True, null=True)
         condition = self.conditioning.of_batch(known, self.device)
-        return self._sample(condition, counted, generator, guidance_scale, steps, size)
+        allowed = f"null for {self.shape.name}, which takes no text"
+        check("negative", negative, allowed, negative is None or self.shape.takes_text)
+        return self._sample(condition, counted, generator, guidance_scale, steps, size, negative)
 
     def sample_images(self, num: int, seed: int) -> Tensor:
         """Sample images for all classes and prompts, repeated as necessary, without using the global generator.
@@ -370,6 +399,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         guidance_scale: float | None = None,
         steps: int | None = None,
         size: tuple[int, int] | None = None,
+        negative: str | None = None,
     ) -> Tensor:
         scale = guidance_scale
         if scale is None:
@@ -387,12 +417,13 @@ class LatentGenerator(ChecksTypes, LightningModule):
         features = self.shape.class_token.features
         rows = rows_of(features, self.shape.channels, size[1])
         noise = draw_noise((count, self.shape.channels, size[0] + rows, size[1]), generator, self.device)
-        null = partial(self.conditioning.null, self.device)
+        null = partial(self.conditioning.null, self.device, negative)
+        sampler = self.sampler_at(size)
         drawn = []
         for start in range(0, count, _SAMPLED_AT_ONCE):
             part = slice(start, start + _SAMPLED_AT_ONCE)
-            predict = guided(self, condition.rows(part), null, scale, self.sampler)
-            drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, self.sampler))
+            predict = guided(self, condition.rows(part), null, scale, sampler)
+            drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, sampler))
         whole = torch.cat(drawn)
         if features:
             whole, _ = split_token(whole, features)
@@ -443,20 +474,3 @@ class LatentGenerator(ChecksTypes, LightningModule):
 def to_uint8(images: Tensor) -> Tensor:
     """Convert images in [-1, 1] to uint8, 0 to 255, on the CPU."""
     return ((images.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8).cpu()
-
-
-def described(kind: type[_T], name: str, value: Any, names: Any) -> _T:
-    """Return an object of class ``kind`` from itself, from a dict of its arguments, or from one of its names.
-
-    Args:
-        kind: A dataclass whose first argument is a name.
-        name: Name of the argument, for the error.
-        value: The value.
-        names: Literal type of the allowed names.
-    """
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, dict):
-        return kind(**value)
-    check_choice("LatentDiffusion", name, value, get_args(names))
-    return kind(value)  # type: ignore[call-arg]

@@ -9,6 +9,7 @@ from lit_efficient.losses.diffusers_sampling import sample_with_diffusers
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, ddim_sample, guide, sampling_times
 from lit_efficient.losses.noise_process import DiffusionProcess
+from lit_efficient.losses.timesteps import shift_at
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.models.probes.modes import path_dropped
 from lit_efficient.surgery import moved
@@ -71,5 +72,5 @@ def sample_latents(
     """Integrate noise [B, c, h, w] to latents, float32, with the builtin sampler or one of diffusers."""
     if sampler.name != "builtin":
         return sample_with_diffusers(predict, noise, steps, process, prediction, sampler)
-    times = sampling_times(steps, prediction, process, sampler.shift)
+    times = sampling_times(steps, prediction, process, shift_at(sampler.shift, noise[0, 0].numel()))
     return ddim_sample(predict, noise, times, process, prediction)

@@ -146,7 +146,7 @@ def test_without_diffusers_the_builtin_sampler_is_named(monkeypatch):
     [
         ({"name": "plms"}, "name must be one of builtin, ddim, euler, heun, dpmsolver.*, got 'plms'"),
         ({"guidance_rescale": 1.5}, "guidance_rescale must be at least 0 and at most 1, got 1.5"),
-        ({"shift": 0.0}, "shift must be above 0, got 0.0"),
+        ({"shift": 0.0}, "shift must be above 0 or null, got 0.0"),
     ],
 )
 def test_a_sampler_is_checked_when_described(wrong, message):

@@ -105,7 +105,7 @@ def test_a_table_is_trained_at_every_entry_and_at_the_last_one_as_often():
         ({"scale": 0.0}, "scale must be above 0 or null, got 0.0"),
         ({"distribution": "mode", "scale": 2.0}, r"scale must be at least -1 and at most 1.7519\d* or null, got 2.0"),
         ({"location": math.inf}, "location must be a number or null, got inf"),
-        ({"shift": 0.0}, "shift must be above 0, got 0.0"),
+        ({"shift": 0.0}, "shift must be above 0 or null, got 0.0"),
     ],
 )
 def test_a_distribution_is_checked_when_described(wrong, message):

@@ -209,7 +209,7 @@ def test_samples_are_made_for_the_validations_captions_or_for_given_ones(tmp_pat
     assert data.judged == [(3, [0, 1, 2]), (5, [0, 1, 2, 0, 1])]
     asked = []
     encode = module.text_encoder.encode
-    module.text_encoder.encode = lambda captions, device="cpu": asked.append(captions) or encode(captions, device)
+    module.text_encoder.encode = lambda captions, *where: asked.append(captions) or encode(captions, *where)
     module.eval().sample_images(3, seed=0)
     assert asked[0] == ["one 0", "two 1", "three 2"]
     assert module.image_captions(2) == ["0: one 0", "1: two 1"]

@@ -27,6 +27,7 @@ from lit_efficient.models.libraries.diffusers_model import (
     model_class,
     resolve,
 )
+from lit_efficient.models.libraries.pipeline_folder import declared_scaling, in_pipeline
 from lit_efficient.models.networks.autoencoder import Autoencoder, AutoencoderConfig, check_images, sample_posterior
 
 AutoencoderSpec = AutoencoderConfig | DiffusersModelConfig | str
@@ -129,6 +130,7 @@ def build_autoencoder(spec: AutoencoderSpec) -> ImageAutoencoder:
         return Autoencoder(spec)
     if isinstance(spec, str):
         return _from_checkpoint(spec)
+    spec = in_pipeline(spec, ("vae",))
     check_kind(spec)
     autoencoder = DiffusersAutoencoder(build(spec))
     autoencoder.source = None if spec.draws_weights else spec
@@ -141,6 +143,7 @@ def check_kind(spec: DiffusersModelConfig) -> str:
     Raises:
         ConfigurationError: If it is another class.
     """
+    spec = in_pipeline(spec, ("vae",))
     name = str(resolve(spec)["_class_name"])
     check_choice("autoencoder", f"the _class_name of {spec.described!r}", name, _KINDS)
     return name
@@ -195,20 +198,13 @@ def description(stored: StoredConfig) -> str:
 def declared_statistics(autoencoder: ImageAutoencoder) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation [c] of latents that the model's configuration declares; 0 and 1 for ours.
 
-    They are those of diffusers' pipelines: ``(z - latents_mean) scaling_factor / latents_std`` where these are given,
-    and ``(z - shift_factor) scaling_factor`` otherwise. AutoencoderTiny's latents are scaled already.
+    AutoencoderTiny's latents are scaled already.
     """
     channels = autoencoder.latent_channels
     if not isinstance(autoencoder, DiffusersAutoencoder):
         return torch.zeros(channels), torch.ones(channels)
-    config = whole_config(autoencoder.network)
-    scale = float(config["scaling_factor"])
-    mean = config.get("latents_mean")
-    std = config.get("latents_std")
-    if mean is not None and std is not None:
-        return torch.tensor(mean, dtype=torch.float32), torch.tensor(std, dtype=torch.float32) / scale
-    shift = float(config.get("shift_factor") or 0.0)
-    return torch.full((channels,), shift), torch.full((channels,), 1.0 / scale)
+    mean, std = declared_scaling(whole_config(autoencoder.network))
+    return torch.tensor(mean), torch.tensor(std)
 
 
 def _kind(network: nn.Module) -> type:

@@ -10,6 +10,9 @@ from torch import Tensor
 from lit_efficient.errors import refusal
 from lit_efficient.files.sums import check_sums
 
+USUAL_LENGTH = 77  # of CLIP
+_NO_LIMIT = 100_000  # tokenizers without a limit declare a number of thirty digits
+
 
 class CaptionTokens:
     """Tokenizer of the library ``tokenizers`` that truncates and pads to one length, special tokens included.
@@ -67,8 +70,13 @@ class CaptionTokens:
         return {name: getattr(self, name) for name in ("json", "pad", "end", "length", "side")}
 
 
+def replace_length(tokens: CaptionTokens, length: int) -> CaptionTokens:
+    """Return the same tokenizer for captions of another length."""
+    return CaptionTokens(**(tokens.state() | {"length": length}))
+
+
 def load_tokenizer(
-    name: str, subfolder: str, revision: str | None, length: int, side: Literal["right", "left"]
+    name: str, subfolder: str, revision: str | None, length: int | None, side: Literal["right", "left"]
 ) -> CaptionTokens:
     """Load a tokenizer.
 
@@ -76,14 +84,14 @@ def load_tokenizer(
         name: ``bytes``, a ``tokenizer.json``, a folder, or a name on a hub.
         subfolder: Folder of the tokenizer in a pipeline.
         revision: Branch, tag or commit on a hub.
-        length: Length of encoded captions, in tokens.
+        length: Length of encoded captions, in tokens. ``None`` takes the tokenizer's own limit, or 77.
         side: Side of the padding.
 
     Raises:
         ConfigurationError: If there is no tokenizer, or it is not one of the library ``tokenizers``.
     """
     if name == "bytes":
-        return CaptionTokens(_bytes(), 0, 1, length, side)
+        return CaptionTokens(_bytes(), 0, 1, length or USUAL_LENGTH, side)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     check_sums(name, subfolder, weights=False)
@@ -99,6 +107,10 @@ def load_tokenizer(
         reason = " ".join(str(error).split())[:300]
         allowed = f"bytes, a tokenizer.json, a folder or a hub's name with a fast tokenizer (cannot be read: {reason})"
         raise refusal("TextEncoderConfig", "captions.tokenizer", allowed, f"{name}/{subfolder}".rstrip("/")) from error
+    if length is None:
+        length = USUAL_LENGTH
+        if tokenizer.model_max_length < _NO_LIMIT:
+            length = tokenizer.model_max_length
     end = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     if pad is None:

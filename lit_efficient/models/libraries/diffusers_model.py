@@ -260,34 +260,6 @@ def _single_file(path: Path) -> ConfigurationError:
     )
 
 
-# Names of targets in schedulers of diffusers, and in this package.
-_TARGETS = {"epsilon": "eps", "v_prediction": "v", "sample": "x0", "flow_prediction": "flow"}
-
-
-def declared_prediction(spec: DiffusersModelConfig) -> str | None:
-    """Return the target that a pipeline's folder declares for its network, by the name in this package.
-
-    ``None`` if the network's weights are random or are no part of a local pipeline, or if the scheduler is unknown.
-    """
-    path = Path(str(spec.name_or_path)).expanduser() / "scheduler" / "scheduler_config.json"
-    if spec.draws_weights or not spec.subfolder or not path.is_file():
-        return None
-    import diffusers
-
-    fields = json.loads(path.read_text("utf-8"))
-    name = str(fields.get("_class_name"))
-    if name.startswith("FlowMatch"):
-        return "flow"
-    if name.startswith("EDM"):
-        return "edm"
-    declared = fields.get("prediction_type")
-    if declared is None and hasattr(diffusers, name):  # the folder of Stable Diffusion 1.5 leaves the default out
-        parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
-        if "prediction_type" in parameters:
-            declared = parameters["prediction_type"].default
-    return _TARGETS.get(str(declared))
-
-
 def _stored(spec: DiffusersModelConfig) -> dict[str, Any]:
     from diffusers import ModelMixin
     from diffusers.configuration_utils import ConfigMixin

@@ -36,6 +36,7 @@ from lit_efficient.models.libraries.autoencoders import (
     whole_config,
 )
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.libraries.pipeline_folder import in_pipeline
 from lit_efficient.models.networks.autoencoder import AutoencoderConfig, check_images, sample_posterior
 from lit_efficient.surgery import moved, own_draws
 
@@ -131,6 +132,8 @@ def find_autoencoder(spec: AutoencoderSpec) -> ImageAutoencoder | AutoencoderOnD
     Raises:
         ConfigurationError: If it cannot be built.
     """
+    if isinstance(spec, DiffusersModelConfig):
+        spec = in_pipeline(spec, ("vae",))
     key = _key_of(spec)
     facts = known_facts(key)
     if key is None or not {"bytes", "shape", "declared"} <= facts.keys():

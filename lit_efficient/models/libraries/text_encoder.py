@@ -1,6 +1,6 @@
 """Frozen text encoders of transformers, which map captions to embeddings that a diffusion network attends to.
 
-    hidden [B, L, D], mask [B, L], pooled [B, P] = encode(captions);      unconditional: encode([""])
+    hidden [B, L, D], mask [B, L], pooled [B, P] = encode(captions);      unconditional: encode([""], negative=True)
 
 Supported are encoders of CLIP, T5 and relatives, BERT and relatives, and decoders (Gemma, Qwen, ...), whose hidden
 states serve as well. Embeddings equal those that the pipelines of diffusers give to their networks. Where pipelines
@@ -8,7 +8,7 @@ differ, an argument decides:
 
     Stable Diffusion       layer -1 (with the final norm); clip skip n: layer -1 - n with ``final_norm``
     SDXL, SD3, Flux        ``pipeline``: all of their encoders, joined by :func:`join`
-    PixArt, Sana, ...      layer -1; encoder and network do not see padding
+    PixArt, Sana           ``pipeline``: lower case; encoder and network do not see padding; Sana has an instruction
 
 Costs: each caption is encoded once, and then looked up (L x D numbers per caption, up to a gigabyte in memory).
 Captions are encoded one by one on the CPU, so that an embedding depends on its caption only, to the last bit. A run
@@ -20,6 +20,7 @@ Podell et al. (2023), https://arxiv.org/abs/2307.01952; Esser et al. (2024), htt
 
 import contextlib
 import hashlib
+import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -35,21 +36,55 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.known_facts import beside_facts, content_key, known_facts, note_facts
 from lit_efficient.files.records import rebuild
 from lit_efficient.files.tensors import load_tensors, save_tensors
-from lit_efficient.models.libraries.caption_tokens import CaptionTokens
+from lit_efficient.models.libraries.caption_tokens import USUAL_LENGTH, CaptionTokens
 from lit_efficient.models.libraries.latent_codec import EMBEDDED_BYTES
+from lit_efficient.models.libraries.pipeline_folder import pipeline_index, text_kind, text_length
 from lit_efficient.models.libraries.text_network import CaptionReading, TextEmbedding, TextEncoderConfig, TextNetwork
 
 __all__ = ["CaptionReading", "TextEmbedding", "TextEncoder", "TextEncoderConfig"]
 
 _REMEMBERED_BYTES = (2**28, 2**30)  # limits on a GPU, and on the CPU
-_CLIP_LENGTH = 77
-_KINDS = {"sdxl": ("clip", "clip"), "sd3": ("clip", "clip", "t5"), "flux": ("clip", "t5")}
+_KINDS: dict[str, tuple[str, ...]] = {
+    "sd": ("clip",),
+    "sdxl": ("clip", "clip"),
+    "sd3": ("clip", "clip", "t5"),
+    "flux": ("clip", "t5"),
+    "pixart": ("t5",),
+    "sana": ("gemma",),
+}
+# Tokens of T5 and Gemma in pipelines whose class is unknown.
+_LENGTHS = {"sd3": 256, "flux": 512, "pixart": 300, "sana": 300}
+
+
+def located(spec: TextEncoderConfig) -> TextEncoderConfig:
+    """Return the description with the kind of the pipeline, if it names a pipeline's folder, and with the length.
+
+    Raises:
+        ConfigurationError: For a pipeline whose text encoders are unknown here.
+    """
+    index = None
+    if spec.name_or_path is not None and not spec.subfolder:
+        index = pipeline_index(spec.name_or_path, spec.revision)
+    if index is not None and spec.pipeline is None:
+        kind = text_kind(index)
+        if kind is None:
+            raise ConfigurationError(
+                f"TextEncoderConfig: the text encoders of {index.get('_class_name')} in {spec.name_or_path} are joined "
+                "in a way that is unknown here: name one of them by subfolder, with its tokenizer in captions.subfolder"
+            )
+        spec = replace(spec, pipeline=kind)
+    length = spec.max_length
+    if length is None and spec.pipeline is None:
+        length = USUAL_LENGTH
+    if length is None and spec.pipeline in _LENGTHS:
+        length = text_length(str((index or {}).get("_class_name") or "")) or _LENGTHS[spec.pipeline]
+    return replace(spec, max_length=length)
 
 
 def members(spec: TextEncoderConfig) -> list[TextEncoderConfig]:
     """Return the encoders of a pipeline, or ``spec`` itself if it names none.
 
-    The hidden states of CLIP in SDXL and SD3 are those of the layer before the last. No pipeline masks padding.
+    The hidden states of CLIP in SDXL and SD3 are those of the layer before the last. PixArt and Sana mask padding.
     """
     if spec.pipeline is None:
         return [spec]
@@ -57,17 +92,29 @@ def members(spec: TextEncoderConfig) -> list[TextEncoderConfig]:
     for number, kind in enumerate(_KINDS[spec.pipeline], start=1):
         suffix = "" if number == 1 else f"_{number}"
         length = spec.max_length
-        if kind == "clip" and spec.pipeline != "sdxl":
-            length = _CLIP_LENGTH
-        layer = -1
-        if kind == "clip" and spec.pipeline != "flux":
+        if kind == "clip" and spec.pipeline in _LENGTHS:
+            length = None  # the tokenizer's own
+        layer = spec.layer
+        if kind == "clip" and spec.pipeline in ("sdxl", "sd3"):
             layer = -2
         reading = CaptionReading(subfolder=f"tokenizer{suffix}", padding="seen")
+        if spec.pipeline in ("pixart", "sana"):
+            reading = replace(reading, padding="hidden", lowercase=True)
+        if spec.pipeline == "sana":
+            reading = replace(reading, instruction=_sana_instruction())
         subfolder = f"text_encoder{suffix}"
         found.append(
             replace(spec, pipeline=None, subfolder=subfolder, max_length=length, layer=layer, captions=reading)
         )
     return found
+
+
+def _sana_instruction() -> str:
+    """Return the text that Sana's pipeline places before each prompt."""
+    from diffusers import SanaPipeline
+
+    lines = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    return "\n".join(lines)
 
 
 def join(pipeline: str | None, parts: list[TextEmbedding]) -> TextEmbedding:
@@ -78,13 +125,13 @@ def join(pipeline: str | None, parts: list[TextEmbedding]) -> TextEmbedding:
         flux   hidden = T5's;  pooled = CLIP's
 
     Args:
-        pipeline: Name of the pipeline; ``None`` returns the only part.
+        pipeline: Kind of the pipeline; a single part is returned unchanged.
         parts: Embeddings of the encoders: hidden [..., L, D], mask [..., L], pooled [..., P].
 
     Returns:
         The joined embeddings.
     """
-    if pipeline is None:
+    if len(parts) == 1:
         return parts[0]
     if pipeline == "flux":
         clip, t5 = parts
@@ -127,6 +174,7 @@ class TextEncoder:
         Raises:
             ConfigurationError: If the encoder or its tokenizer cannot be built or loaded.
         """
+        spec = located(spec)
         return cls(spec, [TextNetwork.load(member) for member in members(spec)])
 
     @classmethod
@@ -137,6 +185,7 @@ class TextEncoder:
         The embedding of the empty caption, which replaces dropped captions in training, is stored with the facts about
         the files.
         """
+        spec = located(spec)
         key = _key_of(spec)
         facts = known_facts(key)
         if {"fingerprint", "bytes", "hides_padding"} <= facts.keys() and facts["bytes"] > EMBEDDED_BYTES:
@@ -175,30 +224,35 @@ class TextEncoder:
 
     @torch.inference_mode(False)  # embeddings from a validation are remembered, and used in training later
     @torch.no_grad()
-    def encode(self, captions: Sequence[str], device: torch.device | str = "cpu") -> TextEmbedding:
+    def encode(
+        self, captions: Sequence[str], device: torch.device | str = "cpu", negative: bool = False
+    ) -> TextEmbedding:
         """Return embeddings of captions on ``device``, and remember the latest ones, which are not encoded again.
+
+        With ``negative`` they are negative prompts, which some pipelines encode without their instruction.
 
         On the CPU each caption is encoded by itself and has the same numbers in any batch, as in a cache of latents. A
         GPU encodes all new captions together, and the last bits of an embedding depend on the batch.
         """
         device = torch.device(device)
         memory = self._memories.setdefault(device, _Memory(_REMEMBERED_BYTES[device.type == "cpu"]))
-        if "" in captions and memory.get("") is None:
+        negative = negative and self.is_instructed
+        if "" in captions and memory.get(("", negative)) is None and negative == self.is_instructed:
             nothing = self._load_empty_caption(device)
             if nothing is not None:
-                memory.put("", nothing)
-        found: dict[str, Any] = {caption: memory.get(caption) for caption in dict.fromkeys(captions)}
+                memory.put(("", negative), nothing)
+        found: dict[str, Any] = {caption: memory.get((caption, negative)) for caption in dict.fromkeys(captions)}
         new = [caption for caption, embedding in found.items() if embedding is None]
-        keeps = self.key is not None and "" in new
+        keeps = self.key is not None and "" in new and negative == self.is_instructed
         groups = [[caption] for caption in new]
         if device.type != "cpu" and new:
             groups = [new]
         for group in groups:
-            joined: Any = join(self.spec.pipeline, [part.embed(group, device) for part in self.parts])
+            joined: Any = join(self.spec.pipeline, [part.embed(group, device, negative) for part in self.parts])
             for number, caption in enumerate(group):  # rows are copied, because a view would keep its batch in memory
                 row: list[Any] = [None if t is None else t[number].clone() for t in joined]
                 found[caption] = TextEmbedding(*row)
-                memory.put(caption, found[caption])
+                memory.put((caption, negative), found[caption])
         if keeps:
             self._save_empty_caption(device, found[""])
         among = [found[caption] for caption in captions]
@@ -210,18 +264,23 @@ class TextEncoder:
     @property
     def width(self) -> int:
         """Return D, the number of features of a token."""
-        return self.encode([""]).hidden.shape[-1]
+        return self.encode([""], negative=True).hidden.shape[-1]
 
     @property
     def max_length(self) -> int:
         """Return L, the number of tokens of an embedding."""
-        return self.encode([""]).hidden.shape[1]
+        return self.encode([""], negative=True).hidden.shape[1]
 
     @property
     def pooled_width(self) -> int:
         """Return P, the number of features of the pooled embedding; 0 if there is none."""
-        pooled = self.encode([""]).pooled
+        pooled = self.encode([""], negative=True).pooled
         return 0 if pooled is None else pooled.shape[-1]
+
+    @property
+    def is_instructed(self) -> bool:
+        """Return whether captions follow an instruction, and negative prompts do not."""
+        return any(member.captions.instruction for member in members(self.spec))
 
     @property
     def hides_padding(self) -> bool:
@@ -306,19 +365,19 @@ def _key_of(spec: TextEncoderConfig) -> str | None:
 
 
 class _Memory:
-    """Latest embeddings by caption on one device, limited by their number of bytes."""
+    """Latest embeddings by caption, negative or not, on one device, limited by their number of bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.bytes = 0
-        self._held: OrderedDict[str, TextEmbedding] = OrderedDict()
+        self._held: OrderedDict[tuple[str, bool], TextEmbedding] = OrderedDict()
 
-    def get(self, caption: str) -> TextEmbedding | None:
+    def get(self, caption: tuple[str, bool]) -> TextEmbedding | None:
         if caption in self._held:
             self._held.move_to_end(caption)
         return self._held.get(caption)
 
-    def put(self, caption: str, embedding: TextEmbedding) -> None:
+    def put(self, caption: tuple[str, bool], embedding: TextEmbedding) -> None:
         self._held[caption] = embedding
         self.bytes += _size(embedding)
         while self.bytes > self.limit:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, checks_types, did_you_mean, refusal
 from lit_efficient.files.sums import check_sums
 from lit_efficient.internals.hugging_face import bars_on_terminals, from_config
-from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_tokenizer
+from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_tokenizer, replace_length
 from lit_efficient.models.libraries.causal_lm import Primitive, declared_defaults, declared_fields
 from lit_efficient.models.libraries.config_fields import (
     check_bounds,
@@ -24,6 +24,7 @@ from lit_efficient.models.libraries.config_fields import (
     files_variant,
     library_errors,
 )
+from lit_efficient.models.libraries.pipeline_folder import TextKind
 from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
@@ -45,12 +46,17 @@ class CaptionReading:
         padding: whether the network sees the padding: ``hidden`` or ``seen``; ``auto`` is the setting of the encoder's
             own training, ``seen`` for CLIP and ``hidden`` for the others.
         padding_side: side of the padding.
+        lowercase: remove spaces at both ends and capital letters, as PixArt and Sana do.
+        instruction: text before each caption except negative prompts, as in Sana. Of its tokens the network sees the
+            first one only.
     """
 
     tokenizer: str | None = None
     subfolder: str = ""
     padding: Literal["auto", "hidden", "seen"] = "auto"
     padding_side: Literal["right", "left"] = "right"
+    lowercase: bool = False
+    instruction: str = ""
 
     def __post_init__(self) -> None:
         check_choice(_OWNER, "captions.padding", self.padding, ("auto", "hidden", "seen"))
@@ -70,12 +76,14 @@ class TextEncoderConfig:
             ``[CLIPTextModelWithProjection]``.
         subfolder: folder of the encoder in a pipeline: ``text_encoder``.
         max_length: tokens of a caption, special tokens included; longer captions are truncated, shorter ones padded.
+            None is the length of the pipeline, or 77.
         layer: layer whose output is used: -1 is the last, after the final norm; -2 the one before it, and so on.
         final_norm: apply the final norm to an earlier layer.
         captions: the tokenizer and its padding.
-        pipeline: use all encoders of a pipeline's folder and join them as it does: ``sdxl``, ``sd3`` or ``flux``.
-            Options that the pipeline fixes are then left unset: tokenizers, subfolders, layers, padding; ``max_length``
-            is that of T5, if it has one.
+        pipeline: use all encoders of a pipeline's folder and join them as it does: ``sd``, ``sdxl``, ``sd3``, ``flux``,
+            ``pixart`` or ``sana``; None with a pipeline's folder and no ``subfolder``: its own kind.
+            Options that the pipeline fixes are then left unset: tokenizers, subfolders, layers (``sd`` leaves the layer
+            free), padding; ``max_length`` is that of T5, if it has one.
         revision: branch, tag or commit of a hub's repository; only a commit never changes.
         dtype: number format of the weights and of the embeddings.
     """
@@ -83,11 +91,11 @@ class TextEncoderConfig:
     name_or_path: str | None = None
     config_fields: dict[str, Primitive | list[Primitive] | dict[str, Primitive]] | None = None
     subfolder: str = ""
-    max_length: int = 77
+    max_length: int | None = None
     layer: int = -1
     final_norm: bool = False
     captions: CaptionReading = CaptionReading()
-    pipeline: Literal["sdxl", "sd3", "flux"] | None = None
+    pipeline: TextKind | None = None
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
@@ -98,14 +106,16 @@ class TextEncoderConfig:
             check_names_class(_OWNER, "model_type", self.config_fields or {})
             if find_spec("transformers"):
                 _check_fields(self.config_fields or {})
-        check_number(_OWNER, "max_length", self.max_length, least=2, whole=True)
+        check_number(_OWNER, "max_length", self.max_length, least=2, whole=True, null=True)
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
         if self.final_norm and self.layer == -1:
             raise refusal(_OWNER, "final_norm", "false for layer -1, which includes the final norm", self.final_norm)
 
     def _check_pipeline(self) -> None:
-        check_choice(_OWNER, "pipeline", self.pipeline, ("sdxl", "sd3", "flux"), null=True)
+        check_choice(_OWNER, "pipeline", self.pipeline, get_args(TextKind), null=True)
         free = {"name_or_path", "max_length", "pipeline", "revision", "dtype"}
+        if self.pipeline == "sd":
+            free |= {"layer", "final_norm"}
         fixed = [f.name for f in fields(self) if f.name not in free and getattr(self, f.name) != f.default]
         if fixed:
             raise refusal(_OWNER, "pipeline", f"null with {', '.join(fixed)}, which a pipeline fixes", self.pipeline)
@@ -134,6 +144,9 @@ class TextNetwork:
         self.spec = spec
         self.network: Any = network.eval().requires_grad_(False)
         self.tokens = tokens
+        self._instructed: CaptionTokens | None = None  # of captions with the instruction
+        if spec.captions.instruction:
+            self._instructed = replace_length(tokens, tokens.length + self._instruction_tokens() - 2)
 
     @classmethod
     def load(cls, spec: TextEncoderConfig) -> "TextNetwork":
@@ -153,9 +166,17 @@ class TextNetwork:
             loaded._check()
         return loaded
 
-    def embed(self, captions: Sequence[str], device: torch.device) -> TextEmbedding:
-        """Return embeddings of n captions, [n, ...], on ``device``."""
-        ids, mask = (moved(torch.stack(rows), device) for rows in zip(*map(self.tokens.encode, captions)))
+    def embed(self, captions: Sequence[str], device: torch.device, negative: bool = False) -> TextEmbedding:
+        """Return embeddings of n captions, or negative prompts, [n, ...], on ``device``."""
+        tokens = self.tokens
+        if self.spec.captions.lowercase:
+            captions = [caption.lower().strip() for caption in captions]
+        instructed = self._instructed is not None and not negative
+        if instructed:
+            assert self._instructed is not None
+            tokens = self._instructed
+            captions = [self.spec.captions.instruction + caption for caption in captions]
+        ids, mask = (moved(torch.stack(rows), device) for rows in zip(*map(tokens.encode, captions)))
         if not self.hides_padding:
             mask = torch.ones_like(mask)
         options: dict[str, Any] = {"attention_mask": mask} if self.hides_padding else {}
@@ -172,7 +193,16 @@ class TextNetwork:
         pooled = getattr(output, "text_embeds", None)
         if pooled is None:
             pooled = getattr(output, "pooler_output", None)
+        if instructed:
+            last = 1 - self.tokens.length
+            hidden = torch.cat([hidden[:, :1], hidden[:, last:]], dim=1)
+            mask = torch.cat([mask[:, :1], mask[:, last:]], dim=1)
         return TextEmbedding(hidden, mask, pooled)
+
+    @property
+    def is_instructed(self) -> bool:
+        """Return whether captions follow an instruction, and negative prompts do not."""
+        return self._instructed is not None
 
     @property
     def hides_padding(self) -> bool:
@@ -185,7 +215,8 @@ class TextNetwork:
     def digest(self) -> str:
         """Return a SHA-256 digest of all that an embedding depends on: weights, tokenizer and options."""
         reading = {name: getattr(self.spec, name) for name in ("layer", "final_norm", "dtype")}
-        described = [reading, self.hides_padding, self.tokens.state()]
+        prepared = [self.spec.captions.lowercase, self.spec.captions.instruction]
+        described = [reading, self.hides_padding, prepared, self.tokens.state()]
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         for name, tensor in sorted(self.network.state_dict().items()):
             digest.update(name.encode())
@@ -218,6 +249,11 @@ class TextNetwork:
         network.load_state_dict(state["weights"])
         return cls(spec, network, CaptionTokens(**state["tokenizer"]))
 
+    def _instruction_tokens(self) -> int:
+        from tokenizers import Tokenizer
+
+        return len(Tokenizer.from_str(self.tokens.json).encode(self.spec.captions.instruction).ids)
+
     def _final_norm(self) -> nn.Module:
         modules = dict(self.network.named_modules())
         return next(modules[name] for name in _FINAL_NORMS if name in modules)
@@ -230,16 +266,16 @@ class TextNetwork:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None:
-            if self.spec.max_length > positions:
+            if self.tokens.length > positions:
                 allowed = f"at most {positions}, the positions of {type(self.network).__name__}"
-                raise refusal(_OWNER, "max_length", allowed, self.spec.max_length)
+                raise refusal(_OWNER, "max_length", allowed, self.tokens.length)
             try:  # RoBERTa reserves positions for padding: it takes two tokens fewer than its configuration says
                 real = next(i for i in range(3) if i not in (self.tokens.pad, getattr(text, "pad_token_id", None)))
                 with torch.no_grad():
-                    self.network(input_ids=torch.full((1, self.spec.max_length), real))
+                    self.network(input_ids=torch.full((1, self.tokens.length), real))
             except (IndexError, RuntimeError) as error:
                 allowed = f"less than {positions}: {type(self.network).__name__} keeps some of its positions"
-                raise refusal(_OWNER, "max_length", allowed, self.spec.max_length) from error
+                raise refusal(_OWNER, "max_length", allowed, self.tokens.length) from error
         layers = getattr(text, "num_hidden_layers", None)
         if layers is not None and self.spec.layer < -1 - layers:
             allowed = f"-1 to {-1 - layers}, as {type(self.network).__name__} has {layers} layers"

@@ -1,0 +1,185 @@
+"""A network from a pipeline's folder is noised, trained and guided as in its pipeline, without settings in a config."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_efficient import DiffusersModelConfig, LatentDiffusion, Samples
+from lit_efficient.losses import diffusion
+from lit_efficient.losses.timesteps import sample_timesteps, shift_times
+from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.tasks.latent_sampling import guided
+from tests import tiny_pipelines
+
+CAPTION = "A Cat on a mat"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:A caption has")
+
+
+def ours_from(folder: Path) -> LatentDiffusion:
+    """Return a run whose config names the folder alone."""
+    module = LatentDiffusion(DiffusersModelConfig(str(folder)), samples=Samples(0))
+    module.text_encoder = TextEncoder.load(TextEncoderConfig(str(folder)))
+    module.configure_model()
+    return module.eval()
+
+
+def theirs_at_each_step(pipeline: Any, guidance: float, negative: str | None) -> list[tuple[Any, ...]]:
+    """Run the pipeline, and return input, timestep and guided prediction of each step."""
+    seen: list[tuple[Any, ...]] = []
+    step = pipeline.scheduler.step
+
+    def recorded(output: Any, timestep: Any, sample: Any, *given: Any, **named: Any) -> Any:
+        scaled = sample
+        if hasattr(pipeline.scheduler, "scale_model_input"):
+            pipeline.scheduler.is_scale_input_called = True
+            scaled = pipeline.scheduler.scale_model_input(sample, timestep)
+        unpack = getattr(pipeline, "_unpack_latents", lambda latents, *_: latents)  # from tokens of Flux
+        seen.append((unpack(scaled.clone(), 64, 64, 8), timestep, unpack(output.clone(), 64, 64, 8)))
+        return step(output, timestep, sample, *given, **named)
+
+    pipeline.scheduler.step = recorded
+    arguments = {"guidance_scale": guidance}
+    name = type(pipeline).__name__
+    if name == "FluxPipeline":
+        arguments = {"guidance_scale": 3.5, "true_cfg_scale": guidance}
+    if name.startswith(("PixArt", "Sana")):
+        arguments |= {"use_resolution_binning": False, "negative_prompt": ""}
+    if negative is not None:
+        arguments["negative_prompt"] = negative
+    size = 32 if name.startswith("Sana") else 64
+    generator = torch.Generator().manual_seed(1)
+    try:
+        pipeline(
+            CAPTION,
+            height=size,
+            width=size,
+            num_inference_steps=3,
+            output_type="latent",
+            generator=generator,
+            **arguments,
+        )
+    finally:
+        del pipeline.scheduler.step
+    return seen
+
+
+def check_predictions(module: LatentDiffusion, pipeline: Any, guidance: float, negative: str | None) -> None:
+    condition = module.conditioning.of_batch({"captions": [CAPTION]}, module.device)
+    predict = guided(
+        module, condition, lambda: module.conditioning.null(module.device, negative), guidance, module.sampler
+    )
+    steps = theirs_at_each_step(pipeline, guidance, negative)
+    assert len(steps) >= 3
+    for x, timestep, theirs in steps:
+        time = timestep.float().reshape(1) / 1000
+        if module.process.schedule != "flow":
+            time = time + 1 / 1000
+        with torch.no_grad():
+            ours = predict(x, time)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * max(1.0, float(theirs.abs().max())))
+
+
+@pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)
+def test_a_guided_prediction_is_the_pipelines(family: str, tmp_path: Path) -> None:
+    pipeline = tiny_pipelines.written(family, tmp_path)
+    module = ours_from(tmp_path)
+    check_predictions(module, pipeline, 5.0, "Blurry" if family == "flux" else None)
+
+
+@pytest.mark.turns(6)
+@pytest.mark.parametrize("negative", [None, "", "Blurry, LOW quality"], ids=["none", "empty", "prompt"])
+@pytest.mark.parametrize("guidance", [1.0, 5.0, 7.5])
+@pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)
+def test_any_guidance_and_negative_prompt(family: str, guidance: float, negative: str | None, tmp_path: Path) -> None:
+    if family == "flux" and negative is None and guidance > 1:
+        pytest.skip("FluxPipeline guides only with a negative prompt")
+    pipeline = tiny_pipelines.written(family, tmp_path)
+    check_predictions(ours_from(tmp_path), pipeline, guidance, negative)
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sd15 of v": ("sd15", {"prediction_type": "v_prediction"}),
+    "sdxl with the empty prompt encoded": ("sdxl", {"zeros": False}),
+    "sdxl of v with zero terminal SNR": ("sdxl", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
+    "sdxl between the entries of its table": ("sdxl", {"timestep_spacing": "linspace"}),
+    "sd3 without shift": ("sd3", {"shift": 1.0}),
+    "flux schnell": ("flux", {"distilled": False, "use_dynamic_shifting": False, "shift": 1.0}),
+    "pixart with other betas": ("pixart", {"beta_start": 0.0002, "beta_end": 0.03}),
+}
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_a_family(name: str, tmp_path: Path) -> None:
+    family, changed = VARIANTS[name]
+    pipeline = tiny_pipelines.written(family, tmp_path, **changed)
+    check_predictions(ours_from(tmp_path), pipeline, 5.0, "Blurry" if family == "flux" else None)
+
+
+@pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)
+def test_noised_latents_and_targets_are_those_of_the_scheduler(family: str, tmp_path: Path) -> None:
+    import diffusers
+
+    scheduler = tiny_pipelines.FAMILIES[family]().scheduler
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    (tmp_path / "unet").mkdir()
+    module = LatentDiffusion(DiffusersModelConfig(str(tmp_path), subfolder="unet"), samples=Samples(0))
+    generator = torch.Generator().manual_seed(0)
+    x0, noise = torch.randn(2, 4, 4, 8, 8, generator=generator).unbind()
+    if module.process.schedule == "flow":
+        times = torch.tensor([0.001, 0.25, 0.5, 1.0])
+        matching = diffusers.FlowMatchEulerDiscreteScheduler()
+        noised = matching.scale_noise(x0, 1000 * times, noise)
+        target = noise - x0
+    else:
+        entries = torch.tensor([0, 10, 500, 999])
+        times = (entries + 1) / 1000
+        table = diffusers.DDPMScheduler.from_config(scheduler.config)
+        noised = table.add_noise(x0, noise, entries)
+        targets = {"epsilon": noise, "v_prediction": table.get_velocity(x0, noise, entries), "sample": x0}
+        target = targets[scheduler.config.prediction_type]
+    torch.testing.assert_close(diffusion.add_noise(x0, noise, times, module.process), noised, rtol=1e-5, atol=1e-5)
+    ours = diffusion.target(x0, noise, times, module.process, module.prediction)
+    torch.testing.assert_close(ours, target, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["exponential", "linear"])
+@pytest.mark.parametrize("size", [(16, 16), (64, 96), (128, 128)])
+def test_the_shift_by_resolution_is_that_of_flux(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    scheduler = tiny_pipelines.flux(time_shift_type=kind).scheduler
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    (tmp_path / "transformer").mkdir()
+    network = tiny_pipelines.FLUX | {"_class_name": "FluxTransformer2DModel"}
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(network))
+    module = LatentDiffusion(DiffusersModelConfig(str(tmp_path), subfolder="transformer"), samples=Samples(0))
+    tokens = module.tokens(size)
+    assert tokens == size[0] * size[1] // 4
+    even = [1.0, 0.7, 0.4, 0.1]
+    scheduler.set_timesteps(sigmas=even, mu=calculate_shift(tokens))
+    shift = module.sampler_at(size).shift
+    assert isinstance(shift, float)
+    torch.testing.assert_close(shift_times(torch.tensor(even), shift), scheduler.sigmas[:-1])
+    uniform = replace(module.timestep_sampling, distribution="uniform")
+    drawn = sample_timesteps(64, uniform, torch.Generator().manual_seed(0), tokens=tokens)
+    u = torch.empty(64).uniform_(generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(drawn, shift_times(u, shift).clamp(0.001, 0.999))
+
+
+def test_a_fixed_shift_gives_the_times_of_the_training_script_of_sd3(tmp_path: Path) -> None:
+    scheduler = tiny_pipelines.sd3().scheduler
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    (tmp_path / "transformer").mkdir()
+    module = LatentDiffusion(DiffusersModelConfig(str(tmp_path / "transformer")), samples=Samples(0))
+    u = torch.tensor([0.0, 0.25, 0.5, 0.999])  # the script takes entry 1000 u of shifted times, which start at noise
+    theirs = scheduler.timesteps[(1000 * u).long()] / 1000
+    assert module.timestep_sampling.distribution == "logit_normal"
+    assert module.timestep_sampling.shift == module.sampler.shift == 3.0
+    torch.testing.assert_close(shift_times(1 - u, 3.0), theirs)

@@ -1,0 +1,185 @@
+"""Tiny pipelines of diffusers, one a family, with random weights: the scheduler and the settings are the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+
+from tests.models.libraries.test_backbones import CONDITIONED, FLUX, PIXART, SANA, SD3, SDXL
+from tests.models.libraries.test_text_encoder_of_pipelines import SPECIAL, clip, t5, tokenizer
+
+WITHOUT_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+
+
+def vae(**fields: Any) -> Any:
+    return diffusers.AutoencoderKL(
+        block_out_channels=(4, 4, 4, 4),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        norm_num_groups=2,
+        **fields,
+    )
+
+
+def network(fields: dict[str, Any], **changed: Any) -> Any:
+    values = {**fields, **changed}
+    made = getattr(diffusers, values.pop("_class_name"))(**values).eval()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.1)  # layers that start at zero would hide everything
+    return made
+
+
+def gemma() -> Any:
+    config = transformers.Gemma2Config(
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+        max_position_embeddings=4096,
+    )
+    return transformers.Gemma2Model(config).eval()
+
+
+def wide_clip(width: int, layers: int) -> Any:
+    config = transformers.CLIPTextConfig(
+        **SPECIAL,
+        hidden_size=width,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        projection_dim=6,
+        hidden_act="gelu",
+    )
+    return transformers.CLIPTextModel(config).eval()
+
+
+def encoders(*networks: Any) -> dict[str, Any]:
+    parts: dict[str, Any] = {}
+    for number, one in enumerate(networks, start=1):
+        suffix = "" if number == 1 else f"_{number}"
+        parts |= {f"text_encoder{suffix}": one, f"tokenizer{suffix}": tokenizer()}
+    return parts
+
+
+def sd15(**scheduler: Any) -> Any:
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    settings = betas | {"skip_prk_steps": True, "steps_offset": 1} | scheduler
+    return diffusers.StableDiffusionPipeline(
+        vae=vae(),
+        unet=network(CONDITIONED),
+        scheduler=diffusers.PNDMScheduler(**settings),
+        **encoders(clip(16, "CLIPTextModel")),
+        **WITHOUT_CHECKER,
+    )
+
+
+def sd2(**scheduler: Any) -> Any:
+    """Stable Diffusion 2 with v-prediction, and the zero terminal SNR of its later versions."""
+    settings = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False}
+    settings |= {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    return diffusers.StableDiffusionPipeline(
+        vae=vae(),
+        unet=network(CONDITIONED),
+        scheduler=diffusers.DDIMScheduler(**(settings | {"steps_offset": 1} | scheduler)),
+        **encoders(wide_clip(16, 3)),
+        **WITHOUT_CHECKER,
+    )
+
+
+def sdxl(zeros: bool = True, **scheduler: Any) -> Any:
+    settings = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    return diffusers.StableDiffusionXLPipeline(
+        vae=vae(scaling_factor=0.13025, force_upcast=True),
+        unet=network(SDXL, cross_attention_dim=48, projection_class_embeddings_input_dim=6 * 4 + 6),
+        scheduler=diffusers.EulerDiscreteScheduler(**(settings | scheduler)),
+        **encoders(clip(16, "CLIPTextModel"), clip(32)),
+        force_zeros_for_empty_prompt=zeros,
+        add_watermarker=False,
+    )
+
+
+def sd3(**scheduler: Any) -> Any:
+    return diffusers.StableDiffusion3Pipeline(
+        vae=vae(scaling_factor=1.5305, shift_factor=0.0609),
+        transformer=network(SD3, joint_attention_dim=48, pooled_projection_dim=12),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**({"shift": 3.0} | scheduler)),
+        **encoders(clip(16), clip(24), t5()),
+    )
+
+
+def flux(distilled: bool = True, **scheduler: Any) -> Any:
+    settings = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "shift": 3.0}
+    return diffusers.FluxPipeline(
+        vae=vae(scaling_factor=0.3611, shift_factor=0.1159),
+        transformer=network(FLUX, joint_attention_dim=48, pooled_projection_dim=16, guidance_embeds=distilled),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**(settings | scheduler)),
+        **encoders(clip(16, "CLIPTextModel"), t5()),
+    )
+
+
+def pixart(**scheduler: Any) -> Any:
+    settings = {"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear", "solver_order": 2}
+    return diffusers.PixArtAlphaPipeline(
+        vae=vae(),
+        transformer=network(PIXART, caption_channels=48, out_channels=8),
+        scheduler=diffusers.DPMSolverMultistepScheduler(**(settings | scheduler)),
+        **encoders(t5()),
+    )
+
+
+def sana(**scheduler: Any) -> Any:
+    settings = {"flow_shift": 3.0, "prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    autoencoder = diffusers.AutoencoderDC(
+        in_channels=3,
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_types=("ResBlock", "ResBlock"),
+        decoder_block_types=("ResBlock", "ResBlock"),
+        encoder_block_out_channels=(4, 4),
+        decoder_block_out_channels=(4, 4),
+        encoder_qkv_multiscales=((), ()),
+        decoder_qkv_multiscales=((), ()),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        decoder_norm_types="rms_norm",
+        decoder_act_fns="silu",
+        scaling_factor=0.41407,
+    )
+    return diffusers.SanaPipeline(
+        vae=autoencoder,
+        transformer=network(SANA),
+        scheduler=diffusers.DPMSolverMultistepScheduler(**(settings | scheduler)),
+        **encoders(gemma()),
+    )
+
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "sd15": sd15,
+    "sd2": sd2,
+    "sdxl": sdxl,
+    "sd3": sd3,
+    "flux": flux,
+    "pixart": pixart,
+    "sana": sana,
+}
+
+
+def written(name: str, folder: Path, **changed: Any) -> Any:
+    """Write a pipeline of a family with seeded weights, and return it."""
+    torch.manual_seed(0)
+    pipeline = FAMILIES[name](**changed)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.save_pretrained(folder)
+    return pipeline
