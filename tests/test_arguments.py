@@ -28,8 +28,8 @@ MOST = 10
 # in each config and checkpoint that there is; `start_from` and `beside` name two different kinds of adapters that are
 # there already, so that a block for them would take one name away and rename two for every user. MuonAdamW: each is a
 # key of `param_groups`, which users give groups of their own, schedules write and checkpoints hold, as of all of
-# torch's optimizers; a block would be one name in the constructor, and others in the groups. LatentDiffusion: `override`
-# names some of the other ten.
+# torch's optimizers; a block would be one name in the constructor, and others in the groups. LatentDiffusion:
+# `override` names some of the other ten.
 EXEMPT = {"ChatDataModule", "EncodedData", "ImageData", "LanguageData", "PhotoCrops", "PreferenceData", "PythonCorpus"}
 EXEMPT |= {"EmbeddingData", "LabelledTextData", "Preference", "Recipe", "UnpairedPreferenceData"}
 EXEMPT |= {"LatentDiffusion", "LoRA", "MuonAdamW"}
