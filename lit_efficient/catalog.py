@@ -103,7 +103,9 @@ def overlay_of(card: Card) -> str:
     """Return the name of the config that adds the class to a run, or an empty string. Other packages' have none."""
     name = card.module.rpartition(".")[2]
     path = configs.known().get(name)
-    return name if path and path.parent.name == "techniques" and card.module.startswith("lit_efficient.") else ""
+    if path and path.parent.name == "techniques" and card.module.startswith("lit_efficient."):
+        return name
+    return ""
 
 
 def purpose_of(card: Card) -> str:
@@ -169,8 +171,13 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
         slot = "optimizer"
     docstring = (ast.get_docstring(tree) or ast.get_docstring(node) or "").replace("``", "`")
     attributes = _class_attributes(node)
-    phase = ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "") if "phase" in attributes else ""
-    helps = ast.literal_eval(attributes["helps"]) if "helps" in attributes else {}
+    phase = ""
+    if "phase" in attributes:
+        phase = ast.unparse(attributes["phase"]).split(".")[-1].replace("None", "")
+    if "helps" in attributes:
+        helps = ast.literal_eval(attributes["helps"])
+    else:
+        helps = {}
     helps = {purpose: f"{rank}. {reason}" for purpose, (rank, reason) in helps.items()}
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         helps["block"] = ""  # not printed
@@ -204,21 +211,28 @@ def _class_attributes(node: ast.ClassDef) -> dict[str, ast.expr]:
 def _conflicts(value: ast.expr | None) -> dict[str | Trait, str]:
     """Return a dictionary as it is written, in which ``**Other.conflicts`` means those of another public class."""
     found: dict[str | Trait, str] = {}
-    for key, item in zip(value.keys, value.values) if isinstance(value, ast.Dict) else ():
-        if key is not None:
-            trait = _trait(key)
-            found[ast.literal_eval(key) if trait is None else trait] = ast.literal_eval(item)
-            continue
-        name = ast.unparse(item).partition(".")[0]
-        other = read_cards({name: PUBLIC[name]}) if name in PUBLIC else []
-        for card in other:
-            found |= card.conflicts
+    if isinstance(value, ast.Dict):
+        for key, item in zip(value.keys, value.values):
+            if key is not None:
+                trait = _trait(key)
+                found[ast.literal_eval(key) if trait is None else trait] = ast.literal_eval(item)
+                continue
+            name = ast.unparse(item).partition(".")[0]
+            if name in PUBLIC:
+                other = read_cards({name: PUBLIC[name]})
+            else:
+                other = []
+            for card in other:
+                found |= card.conflicts
     return found
 
 
 def _traits(value: ast.expr | None) -> frozenset[Trait]:
     """Return the traits in an expression such as ``frozenset({Trait.ADAPTER})``."""
-    found = [_trait(part) for part in ast.walk(value)] if value is not None else []
+    if value is not None:
+        found = [_trait(part) for part in ast.walk(value)]
+    else:
+        found = []
     return frozenset(trait for trait in found if trait is not None)
 
 
@@ -298,7 +312,9 @@ def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
             if isinstance(key, Trait):
                 continue
             other = key.partition("(")[0]
-            pair = (other, card.name) if (other, card.name) in conflicts else (card.name, other)
+            pair = (card.name, other)
+            if (other, card.name) in conflicts:
+                pair = (other, card.name)
             always = key == other and not conflicts.get(pair, "").startswith("conflicts:")
             if always or pair not in conflicts:
                 conflicts[pair] = f"conflicts: {reason}" if key == other else f"conflicts if {key}: {reason}"
@@ -307,7 +323,9 @@ def pairs(cards: Iterable[Card]) -> dict[tuple[str, str], str]:
         known.setdefault(name, traits)
     for card in cards:
         for other, traits in known.items():
-            pair = (other, card.name) if (other, card.name) in conflicts else (card.name, other)
+            pair = (card.name, other)
+            if (other, card.name) in conflicts:
+                pair = (other, card.name)
             if other == card.name or conflicts.get(pair, "").startswith("conflicts:"):
                 continue
             reason = next((text for key, text in card.conflicts.items() if key in traits), "")
@@ -338,7 +356,10 @@ def registered() -> dict[str, tuple[Registered, ...]]:
     """Return the registered techniques of installed packages by name, from metadata alone."""
     found: dict[str, tuple[Registered, ...]] = {}
     for point in entry_points(group=GROUP):
-        owner = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
+        if point.dist:
+            owner = f"{point.dist.name} {point.dist.version}"
+        else:
+            owner = "an unknown package"
         found[point.name] = (*found.get(point.name, ()), Registered(point.value.replace(":", "."), owner))
     return found
 
@@ -381,7 +402,9 @@ def read_third_party() -> tuple[list[Card], list[str]]:
             OSError, SyntaxError, ValueError
         ):  # a technique whose source cannot be read is still listed
             path = source(module)
-            card = _read_card(name, module, slot, path, one.owner) if path else None
+            card = None
+            if path:
+                card = _read_card(name, module, slot, path, one.owner)
         cards.append(card or Card(name, slot, module, summary="", distribution=one.owner))
     return cards, refused
 

@@ -21,13 +21,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ChecksTypes, ConfigurationError, ConflictError
 from lit_efficient.traits import Trait, conflict_of, traits_of_class
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 # "0 of 19 matrices", "0 B less per token", "0.0 MiB saved"
 _NOTHING = re.compile(r"(?<![\w.,])0(\.0+)? (of \d|B\b|[KMGT]i?B\b|bytes)")
@@ -110,7 +113,7 @@ class Report:
             >>> Report("AdamW: 10 of 19 matrices", parameters=4096, bytes_saved=0).states_nothing()
             True
         """
-        stated: list[Any] = [self.parameters, self.bytes_saved]
+        stated: list[object] = [self.parameters, self.bytes_saved]
         if self.modules is not None:
             stated.append(len(self.modules))
         for name, value in self.details.items():
@@ -163,7 +166,7 @@ class Declaration(ChecksTypes):
     # Set while memory is measured: random choices must then take the most memory.
     worst_case: bool = False
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: "Trainer", module: Any) -> None:
         """Raise :class:`ConflictError` if this trainer, strategy or module cannot work with the technique."""
 
     def transform(self, module: nn.Module) -> Report:
@@ -206,11 +209,11 @@ class Hooks(Declaration):
     """Base of the mix-ins. Each adds methods that a technique may override, and applies them to a run."""
 
     @classmethod
-    def check_all(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> None:
+    def check_all(cls, trainer: "Trainer", module: "LightningModule", techniques: Sequence[object]) -> None:
         """Raise :class:`ConflictError` if this trainer or module cannot work with ``techniques``, all of this class."""
 
     @classmethod
-    def wraps(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> list[Wrap]:
+    def wraps(cls, trainer: "Trainer", module: "LightningModule", techniques: Sequence[object]) -> list[Wrap]:
         """Return the wraps on the module's methods that apply ``techniques``, all of this class, in a run."""
         return []
 
@@ -225,12 +228,12 @@ def held(root: nn.Module) -> frozenset[str]:
     return frozenset(root.__dict__.get(HELD, ()))
 
 
-def techniques_of(trainer: Any) -> list[Declaration]:
+def techniques_of(trainer: object) -> list[Declaration]:
     """Return the trainer's techniques: callbacks in the order of its list, then its precision if it is a technique."""
     return [part for part in parts_of(trainer) if isinstance(part, Declaration)]
 
 
-def technique_of(trainer: Any, kind: type[_Kind]) -> _Kind | None:
+def technique_of(trainer: object, kind: type[_Kind]) -> _Kind | None:
     """Return the trainer's technique of a class, or ``None``."""
     return next((technique for technique in techniques_of(trainer) if isinstance(technique, kind)), None)
 
@@ -306,8 +309,10 @@ def _is_excluded(part: object, key: str | Trait) -> bool:
     argument, _, wanted = setting.partition("=")
     if not argument:
         return True
-    given: Any = functools.reduce(lambda value, key: getattr(value, key, None), argument.split("."), part)
-    return (given is not None and given is not False) if wanted == "..." else repr(given) == wanted
+    given = functools.reduce(lambda value, key: getattr(value, key, None), argument.split("."), part)
+    if wanted == "...":
+        return given is not None and given is not False
+    return repr(given) == wanted
 
 
 def _primitive(value: Any) -> Any:
@@ -316,7 +321,9 @@ def _primitive(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple | set | frozenset):
-        items = sorted(value, key=str) if isinstance(value, set | frozenset) else value
+        items = value
+        if isinstance(value, set | frozenset):
+            items = sorted(value, key=str)
         return [_primitive(item) for item in items]
     if isinstance(value, Mapping):
         return {str(key): _primitive(item) for key, item in value.items()}

@@ -27,7 +27,7 @@ _EXTRAS = ("sample_loss", "timesteps", "log_snr", "extra_loss", "predicted", "ta
 Weigher = tuple[str, Callable[[Mapping[str, Any]], Tensor]]
 
 
-def weigh(output: Any, weighers: Sequence[Weigher], owner: str) -> Any:
+def weigh(output: Any, weighers: Sequence[Weigher], owner: str) -> object:
     """Recompute ``output["loss"]`` from weighted sample losses and drop the further keys of the protocol.
 
     Args:
@@ -48,11 +48,14 @@ def weigh(output: Any, weighers: Sequence[Weigher], owner: str) -> Any:
                 f"{name} gave weights of the shape {list(weights.shape)} for sample losses of {list(sample_loss.shape)}"
             )
         sample_loss = sample_loss * weights.to(sample_loss)
-    loss = sample_loss.mean() + output["extra_loss"] if "extra_loss" in output else sample_loss.mean()
+    if "extra_loss" in output:
+        loss = sample_loss.mean() + output["extra_loss"]
+    else:
+        loss = sample_loss.mean()
     return {key: value for key, value in output.items() if key not in _EXTRAS} | {"loss": loss}
 
 
-def add_loss(output: Any, term: Tensor, name: str, owner: str) -> Any:
+def add_loss(output: Any, term: Tensor, name: str, owner: str) -> object:
     """Return the output of ``training_step`` with a term added to the tensor, or to ``loss`` in a dict.
 
     In a dict with ``sample_loss`` the term is also added to ``extra_loss``, which weights do not change.
@@ -68,11 +71,13 @@ def add_loss(output: Any, term: Tensor, name: str, owner: str) -> Any:
             f"{name} adds a term to the loss, but {owner}.training_step returned {found}: return the loss, or a dict "
             'with it in "loss"'
         )
-    extra = {"extra_loss": output.get("extra_loss", 0.0) + term} if "sample_loss" in output else {}
-    return {**output, "loss": output["loss"] + term, **extra}
+    changed = {**output, "loss": output["loss"] + term}
+    if "sample_loss" in output:
+        changed["extra_loss"] = output.get("extra_loss", 0.0) + term
+    return changed
 
 
-def product(output: Mapping[str, Any], weighers: Sequence[Weigher]) -> Tensor:
+def product(output: Mapping[str, object], weighers: Sequence[Weigher]) -> Tensor:
     """Return the product [B] of all weights, for losses that are weighted where they are computed."""
     return math.prod((weights_of(output) for _, weights_of in weighers[1:]), start=weighers[0][1](output))
 

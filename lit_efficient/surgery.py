@@ -105,7 +105,9 @@ def moved(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype 
 def weightless(tensor: Tensor) -> Tensor:
     """Return a parameter or buffer of the same shape on the meta device, without values."""
     empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, tensor.requires_grad)
+    return empty
 
 
 def computed(module: nn.Module) -> dict[int, object]:
@@ -119,7 +121,9 @@ def computed(module: nn.Module) -> dict[int, object]:
 
 def home_of(weight: Tensor) -> torch.device:
     """Return the device for tensors that belong to a weight: its own, or the default device if it is on meta."""
-    return torch.get_default_device() if weight.is_meta else weight.device
+    if weight.is_meta:
+        return torch.get_default_device()
+    return weight.device
 
 
 def memory_of(tensor: object) -> object:
@@ -134,7 +138,7 @@ def memory_of(tensor: object) -> object:
 @functools.cache
 def _mixed(mixin: type, base: type) -> type:
     """Return the class ``mixin(base)``, created once for each pair, so that equal modules have equal classes."""
-    namespace: dict[str, Any] = {
+    namespace: dict[str, object] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -153,10 +157,10 @@ def _takes_anything(forward: Any) -> bool:
     return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
-def _with_signature(mixin: Any, base: Any) -> Callable[..., Any]:
+def _with_signature(mixin: Any, base: Any) -> Callable[..., object]:
     """Return the mix-in's ``forward`` with the signature of the class's own, which text generation inspects."""
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
         return mixin.forward(self, *args, **kwargs)
 
     forward.__doc__ = base.forward.__doc__
@@ -164,7 +168,7 @@ def _with_signature(mixin: Any, base: Any) -> Callable[..., Any]:
     return forward
 
 
-def _reduce_mixed(self: nn.Module, protocol: Any) -> str | tuple[Any, ...]:
+def _reduce_mixed(self: nn.Module, protocol: Any) -> str | tuple[object, ...]:
     """Pickle the names of the mixed classes: the class that they form cannot be imported."""
     mixins: list[type] = []
     base: Any = type(self)
@@ -402,7 +406,7 @@ def become(optimizer: Optimizer, cls: type[Optimizer], **arguments: object) -> N
         optimizer.step = types.MethodType(_counted(cls.step), optimizer)  # type: ignore[method-assign]
 
 
-def _counted(step: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(step: Callable[..., object]) -> Callable[..., Any]:
     """Return ``step`` wrapped as a scheduler wraps it, to learn whether it was called before the scheduler's step."""
 
     @functools.wraps(step)

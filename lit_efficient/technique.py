@@ -8,7 +8,7 @@ a ledger on the module, so that a second run does not repeat them, and in its ch
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -33,36 +33,36 @@ _KEEPS_SMALL_UPDATES = ("keeps_small_updates", "bf16_stochastic_round")
 class AppliesTechniques(AskedEarly, Callback, StandaloneCallback):
     """Callback that has the techniques of a trainer applied, its callbacks and its precision."""
 
-    def refuse(self, trainer: Any, module: Any) -> None:
+    def refuse(self, trainer: Any, module: LightningModule) -> None:
         """Check all techniques of the trainer, if this is the first one."""
         if _is_first(self, trainer):
             check_run(trainer, module)
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check all techniques of the trainer and wrap the module; in a run the first call does all of it."""
         install(trainer, pl_module)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the wraps; the transforms of the network stay."""
         uninstall(pl_module)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Do what ``teardown`` does: Lightning does not call it after an exception."""
         self.teardown(trainer, pl_module, trainer.state.fn)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the reports of all techniques, if this is the first one."""
         if _is_first(self, trainer):
             with diagnostic(type(self).__name__, "the rounding of 16-bit weights"):
                 warn_of_rounding(trainer, pl_module)
             log_reports(trainer, reports_of(pl_module, techniques_of(trainer)))
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Warn after the first epoch of techniques that saw no optimizer step, if this technique is the first."""
         if _is_first(self, trainer):
             warn_of_uncounted_steps(trainer, pl_module)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Record the techniques of the run in the checkpoint."""
         checkpoint.setdefault("lit_efficient", {})["techniques"] = [
             technique.record() for technique in in_order(techniques_of(trainer))
@@ -100,7 +100,7 @@ class PrecisionTechnique(Declaration, Precision, StandalonePrecision):
         return super().convert_module(module)
 
 
-def warn_of_uncounted_steps(trainer: Any, module: nn.Module) -> None:
+def warn_of_uncounted_steps(trainer: Trainer, module: nn.Module) -> None:
     """Warn after the first epoch of a run of techniques that wait for optimizer steps, if none was seen."""
     session = session_of(module)
     if session is None or session.has_ended_epoch:
@@ -122,7 +122,7 @@ def warn_of_uncounted_steps(trainer: Any, module: nn.Module) -> None:
         )
 
 
-def warn_of_rounding(trainer: Any, module: nn.Module) -> None:
+def warn_of_rounding(trainer: Trainer, module: nn.Module) -> None:
     """Warn if 16-bit numbers round away steps of an optimizer or the values of position tables."""
     for optimizer in trainer.optimizers:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

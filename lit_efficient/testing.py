@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import torch
@@ -33,6 +33,9 @@ from lit_efficient.files.records import rebuild
 from lit_efficient.internals.torch_modules import forward_hooks
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.technique import PrecisionTechnique, Technique
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 WIDTH = 16
 
@@ -177,7 +180,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-def trainer(callbacks: Sequence[Any] = (), *, namespace: Any = L, **arguments: Any) -> Any:
+def trainer(callbacks: Sequence[object] = (), *, namespace: Any = L, **arguments: Any) -> Any:
     """Return a trainer on the CPU without output, for one epoch unless ``arguments`` say otherwise."""
     precisions = [part for part in callbacks if isinstance(part, PrecisionTechnique)]
     others = [part for part in callbacks if not any(part is precision for precision in precisions)]
@@ -224,7 +227,7 @@ class Run:
         """Return the callback or precision whose class has this name, or ``None``."""
         return next((part for part in parts_of(self.trainer) if type(part).__name__ == name), None)
 
-    def exported(self) -> dict[str, Any]:
+    def exported(self) -> dict[str, object]:
         """Return a weights-only checkpoint, saved after the end of the run."""
         with tempfile.TemporaryDirectory() as folder:
             self.trainer.save_checkpoint(Path(folder) / "weights.ckpt", weights_only=True)
@@ -248,14 +251,14 @@ class Watch(L.Callback):
         self.gradients: dict[str, Tensor] = {}
         self._taken: dict[str, Tensor] = {}
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         self.run.start = weights(pl_module)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, InBackward):
                 optimizer.in_backward.watchers.append(functools.partial(self._take, pl_module))
         self.run.reports = reports_of(pl_module, techniques_of(trainer))
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         early = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, InBackward)]
         taken = {p for optimizer in early for p in optimizer.gradients_taken}
         away = {p: g for o in trainer.optimizers if o not in early for p, g in gradients_of(o).items()}
@@ -269,12 +272,14 @@ class Watch(L.Callback):
         name = next(name for name, p in module.named_parameters() if p is parameter)
         self._taken[name] = parameter.grad.detach().clone()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: object, batch_idx: int
+    ) -> None:
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
         seen, now = dict(pl_module.seen), weights(pl_module)
         self.run.steps.append(Step(trainer.global_step, outputs["loss"], seen, now, self.gradients, rates))
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         if not self.saves:
             return
         try:
@@ -298,7 +303,7 @@ def load(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def assert_equal(a: Any, b: Any, what: str = "") -> None:
+def assert_equal(a: object, b: object, what: str = "") -> None:
     """Assert that nested states are equal bit by bit; the error names the paths that differ."""
     differences = list(_differences(a, b, ""))
     assert not differences, f"{what}{': ' if what else ''}{len(differences)} differ, first: {differences[:3]}"
@@ -375,21 +380,24 @@ class Case:
             _PLAIN[key] = self.fit([], saves=False).state()
         return _PLAIN[key]
 
-    def fit(self, techniques: Sequence[Any], module: Any = None, **arguments: Any) -> Run:
+    def fit(self, techniques: Sequence[Any], module: object = None, **arguments: Any) -> Run:
         """Train the toy with ``techniques`` in a temporary folder, and return the record."""
         with tempfile.TemporaryDirectory() as folder:
             return self.fit_in(Path(folder), techniques, module, **arguments)
 
     def fit_in(
-        self, folder: Path, techniques: Sequence[Any], module: Any = None, *,
-        ckpt_path: Path | None = None, saves: bool = True, **more: Any,
+        self, folder: Path, techniques: Sequence[object], module: object = None, *,
+        ckpt_path: Path | None = None, saves: bool = True, **more: object,
     ) -> Run:  # fmt: skip
         """Train the toy with ``techniques``, save a checkpoint of each epoch in ``folder``, and return the record."""
         run = Run(None, self.toy() if module is None else module)
         run.trainer = trainer([*techniques, Watch(run, folder, saves)], **self.trainer, **more)
         torch.manual_seed(0)
         run.trainer.fit(run.module, data(self.rows), data(), ckpt_path=ckpt_path)
-        run.checkpoint = load(folder / f"{run.trainer.current_epoch - 1}.ckpt") if saves else {}
+        if saves:
+            run.checkpoint = load(folder / f"{run.trainer.current_epoch - 1}.ckpt")
+        else:
+            run.checkpoint = {}
         return run
 
 
@@ -519,7 +527,7 @@ def check_deep_copy(case: Case) -> None:
     copies: list[Any] = []
 
     class Copy(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: "Trainer", pl_module: "LightningModule", *_: object) -> None:
             if not copies:
                 copies.append(copy.deepcopy(pl_module, {id(trainer): None}))  # without the trainer
 
@@ -603,7 +611,7 @@ class _BombError(Exception):
 
 
 def _bomb(hook: str) -> L.Callback:
-    def explode(*_: Any, **__: Any) -> None:
+    def explode(*_: object, **__: object) -> None:
         raise _BombError(hook)
 
     bomb = L.Callback()

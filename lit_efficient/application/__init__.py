@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -79,7 +80,10 @@ def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) ->
     Raises:
         ConfigurationError: If a technique matches nothing, was applied before with other arguments, or comes too late.
     """
-    given = [techniques] if isinstance(techniques, Declaration) else [*techniques]
+    if isinstance(techniques, Declaration):
+        given = [techniques]
+    else:
+        given = [*techniques]
     wrong = [one for one in (module, *given) if not isinstance(one, nn.Module | Declaration)]
     if wrong:
         raise refusal("apply", "module and techniques", "instances, as MyModule() and LoRA()", wrong)
@@ -123,7 +127,7 @@ def _check_initialised(module: nn.Module, techniques: Sequence[Declaration]) -> 
         )
 
 
-def _check_order(record: Mapping[str, Any], done: Sequence[Entry]) -> None:
+def _check_order(record: Mapping[str, object], done: Sequence[Entry]) -> None:
     late = next((entry.record["name"] for entry in done if entry.record["phase"] > record["phase"]), None)
     if late is not None:
         raise ConfigurationError(
@@ -146,7 +150,7 @@ def _check_sharding(technique: Declaration, module: nn.Module) -> None:
 # The run -------------------------------------------------------------------------------------------------------------
 
 
-def install(trainer: Any, module: Any) -> None:
+def install(trainer: Any, module: LightningModule) -> None:
     """Check the trainer's techniques and wrap the module's methods; a second call in the same run does nothing."""
     session = session_of(module)
     if session is not None and session.trainer == id(trainer):
@@ -178,7 +182,7 @@ def install(trainer: Any, module: Any) -> None:
         wrap_method(module, name, function)
 
 
-def uninstall(module: Any) -> None:
+def uninstall(module: nn.Module) -> None:
     """Remove the wraps and restore what was there before."""
     session = end_session(module)
     if session is None:
@@ -189,7 +193,7 @@ def uninstall(module: Any) -> None:
         end(module)
 
 
-def check_run(trainer: Any, module: Any) -> None:
+def check_run(trainer: Trainer, module: LightningModule) -> None:
     """Run every technique's checks against the trainer, the module and the other techniques.
 
     Raises:
@@ -244,7 +248,7 @@ def _check_mixed_in(kind: type[Declaration]) -> None:
             raise ConfigurationError(f"{name}.{stray} would never be called: write class {name}({hooks}, Technique)")
 
 
-def _check_batches(module: Any, data: Any) -> None:
+def _check_batches(module: nn.Module, data: object) -> None:
     """Refuse data whose ``batches`` are of another kind than the module ``trains_on``, if both declare the kind."""
     given = getattr(data, "batches", None)
     wanted = getattr(module, "trains_on", None)
@@ -255,7 +259,7 @@ def _check_batches(module: Any, data: Any) -> None:
         )
 
 
-def _configure_model(self: Any) -> None:
+def _configure_model(self: LightningModule) -> None:
     inner_method(self, "configure_model", _configure_model)()
     techniques = techniques_of(self.trainer)
     acting = [one for one in techniques if one.phase is not None or Trait.TRIES_STEPS in one.traits]
@@ -270,7 +274,7 @@ def _configure_model(self: Any) -> None:
         check_sharded(self.trainer, self)
 
 
-def check_sharded(trainer: Any, module: nn.Module) -> None:
+def check_sharded(trainer: Trainer, module: nn.Module) -> None:
     """Refuse a fit whose processes would each train a copy of their own: the strategy leaves sharding to the module.
 
     Raises:
@@ -287,7 +291,7 @@ def check_sharded(trainer: Any, module: nn.Module) -> None:
         )
 
 
-def _check_optimizers(self: Any) -> Any:
+def _check_optimizers(self: LightningModule) -> object:
     """Check the optimizers of the module for conflicts, before techniques rewrite them."""
     configured = inner_method(self, "configure_optimizers", _check_optimizers)()
     optimizers = find_optimizers(configured)
@@ -296,7 +300,7 @@ def _check_optimizers(self: Any) -> Any:
     return configured
 
 
-def _check_networks(module: Any, optimizers: Sequence[Optimizer]) -> None:
+def _check_networks(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Refuse transforms of a second network that requires gradients, but that no optimizer steps, as a momentum copy.
 
     The transforms act before there are optimizers, and leave out networks that are frozen.
@@ -324,7 +328,7 @@ def _check_networks(module: Any, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def _begin_training(self: Any) -> None:
+def _begin_training(self: LightningModule) -> None:
     """Note the step at which training starts, which is not 0 in a resumed run, and warn if it never validates."""
     inner_method(self, "on_train_start", _begin_training)()
     session = session_of(self)
@@ -335,7 +339,7 @@ def _begin_training(self: Any) -> None:
         warn_of_no_validation(self.trainer)
 
 
-def _watch_parameters(self: Any) -> None:
+def _watch_parameters(self: LightningModule) -> None:
     """Refuse other parameters from the start of training on; callbacks have had their own ``on_train_start``."""
     inner_method(self, "on_train_start", _watch_parameters)()
     techniques = in_order(techniques_of(self.trainer))
@@ -346,7 +350,7 @@ def _watch_parameters(self: Any) -> None:
         session.at_end.append(partial(_remove, handle))
 
 
-def _watch_clipping(self: Any) -> None:
+def _watch_clipping(self: LightningModule) -> None:
     """Compare the gradients of the first steps with ``gradient_clip_val``."""
     inner_method(self, "on_train_start", _watch_clipping)()
     session = session_of(self)
@@ -359,7 +363,7 @@ def _remove(handle: Any, module: nn.Module) -> None:
     handle.remove()
 
 
-def _watch_steps(self: Any) -> Any:
+def _watch_steps(self: LightningModule) -> object:
     """Let techniques change the weights after each step of the finished optimizers."""
     configured = inner_method(self, "configure_optimizers", _watch_steps)()
     session = session_of(self)
@@ -369,7 +373,7 @@ def _watch_steps(self: Any) -> Any:
     return configured
 
 
-def _after_step(module: Any, session: Session, optimizer: Any, *_: Any) -> None:
+def _after_step(module: LightningModule, session: Session, optimizer: Optimizer, *_: object) -> None:
     """Hook of an optimizer that has stepped; outside of the run that registered it, it does nothing."""
     skipped = getattr(optimizer, "found_inf", None)  # set while a gradient scaler runs a fused step
     if session_of(module) is not session or (skipped is not None and skipped.item()):
@@ -387,9 +391,9 @@ def find_optimizers(configured: object) -> list[Optimizer]:
     return [item for item in configured_at(configured, "optimizer") if isinstance(item, Optimizer)]
 
 
-def configured_at(configured: object, *keys: str) -> list[Any]:
+def configured_at(configured: object, *keys: str) -> list[object]:
     """Return every object, once, in lists and under ``keys`` of mappings."""
-    found: dict[int, Any] = {}
+    found: dict[int, object] = {}
     stack = [configured]
     while stack:
         item = stack.pop()

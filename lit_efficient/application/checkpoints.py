@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
@@ -13,6 +14,7 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.internals.wraps import inner_method, wrap_method
 
 if TYPE_CHECKING:
+    from lit_efficient.files.checkpoints import Checkpoint, Fields
     from lit_efficient.internals.hugging_face_loading import Replacing
 
 
@@ -32,14 +34,14 @@ class CheckpointHooks(Hooks):
         """
         return None
 
-    def write_checkpoint(self, checkpoint: dict[str, Any], module: Any) -> None:
+    def write_checkpoint(self, checkpoint: "Checkpoint", module: nn.Module) -> None:
         """Change what is about to be saved, in full checkpoints and in those that hold only weights."""
 
-    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
+    def read_checkpoint(self, checkpoint: "Fields", module: LightningModule) -> None:
         """Read from ``checkpoint`` before its weights are loaded, in any stage."""
 
     @classmethod
-    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    def trim_checkpoint(cls, module: nn.Module, checkpoint: dict[str, object]) -> None:
         """Remove from a checkpoint what the transform makes redundant; called as long as the module exists."""
 
     @classmethod
@@ -48,11 +50,11 @@ class CheckpointHooks(Hooks):
         return True
 
     @classmethod
-    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, object]) -> None:
         """Raise :class:`CheckpointError` if the weights of a checkpoint do not belong to the transformed module."""
 
     @classmethod
-    def convert_export(cls, state: dict[str, Any], checkpoint: Mapping[str, Any], module: Any = None) -> None:
+    def convert_export(cls, state: dict[str, Any], checkpoint: "Fields", module: object = None) -> None:
         """Replace weights that training only imitated by the real ones, in ``state`` and in ``module`` if given.
 
         Args:
@@ -63,30 +65,31 @@ class CheckpointHooks(Hooks):
         raise NotImplementedError
 
     @classmethod
-    def wraps(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> list[Wrap]:
+    def wraps(cls, trainer: Trainer, module: LightningModule, techniques: Sequence[Any]) -> list[Wrap]:
         """Keep ``on_save_checkpoint`` wrapped, also after the run, if a technique changes what is saved."""
         if any(overrides(technique, "write_checkpoint") for technique in techniques):
             keep_saving(module)
         return []
 
 
-def keep_saving(module: Any) -> None:
+def keep_saving(module: nn.Module) -> None:
     """Wrap ``on_save_checkpoint`` for good: a trainer can also save after its teardown."""
     wrap_method(module, "on_save_checkpoint", _on_save_checkpoint)
 
 
-def _on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+def _on_save_checkpoint(self: nn.Module, checkpoint: "Checkpoint") -> None:
     inner_method(self, "on_save_checkpoint", _on_save_checkpoint)(checkpoint)
     checkpoint.setdefault("lit_efficient", {})["transforms"] = [entry.record for entry in ledger(self)]
     trainer = trainer_of(self)
-    for technique in _hooks_in(trainer) if trainer is not None else ():
-        technique.write_checkpoint(checkpoint, self)
+    if trainer is not None:
+        for technique in _hooks_in(trainer):
+            technique.write_checkpoint(checkpoint, self)
     for entry in ledger(self):
         if issubclass(entry.kind, CheckpointHooks):
             entry.kind.trim_checkpoint(self, checkpoint)
 
 
-def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+def on_load_checkpoint(self: LightningModule, checkpoint: "Checkpoint") -> None:
     """Wrap of the module's hook: compare the techniques and the weights with those of the run."""
     kept = checkpoint.get("lit_efficient")
     fitting = getattr(self.trainer.state.fn, "value", None) == "fit"
@@ -102,7 +105,7 @@ def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
     inner_method(self, "on_load_checkpoint", on_load_checkpoint)(checkpoint)
 
 
-def check_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+def check_checkpoint(module: nn.Module, checkpoint: Mapping[str, object]) -> None:
     """Raise :class:`CheckpointError` if the weights of a checkpoint do not belong to the transformed module."""
     for entry in ledger(module):
         if issubclass(entry.kind, CheckpointHooks):
@@ -115,9 +118,7 @@ def forget_what_is_gone(module: nn.Module) -> None:
     done[:] = [entry for entry in done if not issubclass(entry.kind, CheckpointHooks) or entry.kind.is_in(module)]
 
 
-def compare_techniques(
-    saved: Iterable[Mapping[str, Any]], current: Iterable[Mapping[str, Any]], *, fitting: bool
-) -> None:
+def compare_techniques(saved: "Iterable[Fields]", current: "Iterable[Fields]", *, fitting: bool) -> None:
     """Refuse a checkpoint whose weights or optimizer states were shaped by other techniques; print other differences.
 
     Args:
@@ -144,7 +145,7 @@ def compare_techniques(
         rank_zero_info(f"Resuming with a difference: {difference}.")
 
 
-def _difference(name: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:
+def _difference(name: str, before: "Fields | None", after: "Fields | None") -> str:
     """Return how two records of a technique differ, or an empty string."""
     if before is None:
         return f"{name} is new: the checkpoint was written without it"
@@ -155,11 +156,11 @@ def _difference(name: str, before: Mapping[str, Any] | None, after: Mapping[str,
     return f"{name} has changed: {differences(before['arguments'], after['arguments'])}"
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def differences(before: "Fields", after: "Fields") -> str:
     """Return how two sets of arguments differ, for messages."""
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return ", ".join(f"{key} was {before.get(key)!r} and is {after.get(key)!r}" for key in keys)
 
 
-def _hooks_in(trainer: Any) -> list[CheckpointHooks]:
+def _hooks_in(trainer: object) -> list[CheckpointHooks]:
     return [technique for technique in in_order(techniques_of(trainer)) if isinstance(technique, CheckpointHooks)]

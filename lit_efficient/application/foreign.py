@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -92,7 +93,7 @@ def _modules_in(values: Any, depth: int) -> Iterator[nn.Module]:
             yield from _modules_in(value.values(), depth - 1)
 
 
-def watch_parameters(module: Any, followers: Sequence[str]) -> list[Any]:
+def watch_parameters(module: LightningModule, followers: Sequence[str]) -> list[Any]:
     """Refuse from now on that parameters of ``module`` are registered, and return the handles that end this.
 
     torch calls a hook whenever a module registers a parameter: no step takes time for this check.
@@ -146,21 +147,21 @@ def _caller(module: Any) -> str:
     return type(module).__name__
 
 
-def wraps_of_start(module: Any) -> list[Wrap]:
+def wraps_of_start(module: nn.Module) -> list[Wrap]:
     """Return the wraps of the hooks that the module defines; Lightning's own hooks do nothing."""
     own = [("on_fit_start", _on_fit_start), ("on_train_start", _on_train_start)]
     return [(name, wrap) for name, wrap in own if _is_defined(module, name)]
 
 
-def _is_defined(module: Any, name: str) -> bool:
+def _is_defined(module: nn.Module, name: str) -> bool:
     return getattr(getattr(module, name), "__qualname__", "") != f"ModelHooks.{name}"
 
 
-def _on_fit_start(self: Any) -> None:
+def _on_fit_start(self: LightningModule) -> None:
     _watched(self, "on_fit_start", inner_method(self, "on_fit_start", _on_fit_start))
 
 
-def _on_train_start(self: Any) -> None:
+def _on_train_start(self: LightningModule) -> None:
     _watched(self, "on_train_start", inner_method(self, "on_train_start", _on_train_start))
 
 

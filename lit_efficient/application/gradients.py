@@ -12,7 +12,7 @@ Order in each optimizer step, whatever the order of ``Trainer(callbacks=...)``:
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,6 +23,9 @@ from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
 from lit_efficient.internals.wraps import inner_method
 from lit_efficient.traits import Trait
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class GradientHooks(Hooks):
@@ -42,18 +45,20 @@ class GradientHooks(Hooks):
         raise NotImplementedError
 
     @classmethod
-    def check_all(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> None:
+    def check_all(cls, trainer: "Trainer", module: "LightningModule", techniques: Sequence[Any]) -> None:
         """Refuse strategies under which no process has whole gradients."""
         traits = traits_of(trainer.strategy)
         if traits.flattens:
-            instead = "gradient_clip_val, or " if Trait.CLIPS in techniques[0].traits else ""
+            instead = ""
+            if Trait.CLIPS in techniques[0].traits:
+                instead = "gradient_clip_val, or "
             raise ConflictError(
                 f"{type(techniques[0]).__name__}: {traits.name} steps other tensors than the module's parameters, "
                 f"whose gradients are nowhere whole: use {instead}strategy='ddp' or ModelParallelStrategy"
             )
 
     @classmethod
-    def wraps(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> list[Wrap]:
+    def wraps(cls, trainer: "Trainer", module: "LightningModule", techniques: Sequence[object]) -> list[Wrap]:
         """Act after the module's own hook, which Lightning calls with manual optimization, too."""
         return [("on_train_start", _on_train_start), ("on_before_optimizer_step", _on_before_optimizer_step)]
 
@@ -71,21 +76,21 @@ def gradients_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     return found
 
 
-def _on_before_optimizer_step(self: Any, optimizer: Optimizer) -> None:
+def _on_before_optimizer_step(self: "LightningModule", optimizer: Optimizer) -> None:
     inner_method(self, "on_before_optimizer_step", _on_before_optimizer_step)(optimizer)
     if hasattr(optimizer, "in_backward"):  # whose gradients were changed one by one, and are gone
         return
     change_gradients(_techniques(self), optimizer, self)
 
 
-def change_gradients(techniques: Iterable[GradientHooks], optimizer: Optimizer, module: Any) -> None:
+def change_gradients(techniques: Iterable[GradientHooks], optimizer: Optimizer, module: nn.Module) -> None:
     """Let each technique change the gradients of an optimizer that is about to step."""
     for technique in techniques:
         gradients = gradients_of(optimizer)  # again for each one: the technique before may have dropped them
         technique.change_gradients(_coalesced(gradients), optimizer, module)
 
 
-def _on_train_start(self: Any) -> None:
+def _on_train_start(self: "LightningModule") -> None:
     """Refuse scaled gradients, and act on each gradient where the optimizer steps in the backward pass."""
     inner_method(self, "on_train_start", _on_train_start)()
     for optimizer in self.trainer.optimizers:
@@ -104,13 +109,13 @@ def _check_scaled(techniques: Sequence[GradientHooks], optimizer: Optimizer) -> 
             )
 
 
-def _change_one(module: Any, optimizer: Optimizer, parameter: Tensor) -> None:
+def _change_one(module: nn.Module, optimizer: Optimizer, parameter: Tensor) -> None:
     for technique in _techniques(module):
         if parameter.grad is not None:
             technique.change_gradients(_coalesced({parameter: parameter.grad}), optimizer, module)
 
 
-def _techniques(module: Any) -> list[GradientHooks]:
+def _techniques(module: nn.Module) -> list[GradientHooks]:
     return [technique for technique in in_order(techniques_of(module.trainer)) if isinstance(technique, GradientHooks)]
 
 

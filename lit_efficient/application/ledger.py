@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -91,10 +92,10 @@ def end_session(module: nn.Module) -> Session | None:
 
 
 def step_like(
-    inner: Callable[..., Any],
-    on_batch_and_index: Callable[..., Any],
-    on_batch: Callable[..., Any],
-    on_iterator: Callable[..., Any],
+    inner: Callable[..., object],
+    on_batch_and_index: Callable[..., object],
+    on_batch: Callable[..., object],
+    on_iterator: Callable[..., object],
 ) -> Callable[..., Any]:
     """Return the wrap of ``training_step`` that takes the arguments of ``inner``.
 
@@ -123,7 +124,7 @@ def reports_of(module: nn.Module, techniques: Iterable[Declaration] = ()) -> dic
     return reports
 
 
-def log_reports(trainer: Any, reports: Mapping[str, Report]) -> None:
+def log_reports(trainer: Trainer, reports: Mapping[str, Report]) -> None:
     """Print the reports once, and log their figures as hyper-parameters of every logger and in the summary of W&B."""
     if not reports:
         return

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.application.ledger import session_of, step_like
@@ -33,7 +34,7 @@ class LossHooks(Hooks):
     batch_weight: float | None = None  # weight of the current batch in its step, for example its number of tokens
     batch_factor: float = 1.0  # factor by which the technique multiplies the loss of the current batch
 
-    def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
+    def sample_weights(self, output: Mapping[str, object], module: nn.Module) -> Tensor:
         """Return weights [B] for the losses of the samples, from what ``training_step`` returned."""
         raise NotImplementedError
 
@@ -49,7 +50,7 @@ class LossHooks(Hooks):
         """
         return None
 
-    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
+    def watch_step(self, module: nn.Module, batch: object) -> AbstractContextManager[None] | None:
         """Return a context for ``training_step`` in which the technique can observe what the network computes."""
         return None
 
@@ -58,7 +59,7 @@ class LossHooks(Hooks):
         raise NotImplementedError
 
     @classmethod
-    def check_all(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> None:
+    def check_all(cls, trainer: Trainer, module: LightningModule, techniques: Sequence[Any]) -> None:
         """Refuse modules with manual optimization, which has stepped before the loss is returned."""
         if module.automatic_optimization:
             return
@@ -77,7 +78,7 @@ class LossHooks(Hooks):
                 )
 
     @classmethod
-    def wraps(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> list[Wrap]:
+    def wraps(cls, trainer: Trainer, module: LightningModule, techniques: Sequence[Any]) -> list[Wrap]:
         """Wrap ``training_step`` if a technique changes the loss."""
         changes = any(overrides(t, method) for t in techniques for method in ("sample_weights", "extra_loss"))
         if not changes:
@@ -86,34 +87,35 @@ class LossHooks(Hooks):
         return [("training_step", step)]
 
 
-def _training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+def _training_step(self: LightningModule, batch: object, batch_idx: int) -> Any:
     return _changed_loss(self, inner_method(self, "training_step", _training_step), batch, batch_idx)
 
 
-def _training_step_on_batch(self: Any, batch: Any) -> Any:
+def _training_step_on_batch(self: LightningModule, batch: object) -> Any:
     return _changed_loss(self, inner_method(self, "training_step", _training_step_on_batch), batch)
 
 
-def _training_step_on_iterator(self: Any, dataloader_iter: Any) -> Any:
+def _training_step_on_iterator(self: LightningModule, dataloader_iter: object) -> Any:
     inner = inner_method(self, "training_step", _training_step_on_iterator)
     return _changed_loss(self, inner, dataloader_iter)
 
 
-def own_training_step(module: Any) -> Callable[..., Any]:
+def own_training_step(module: LightningModule) -> Callable[..., object]:
     """Return the module's ``training_step`` without the wrap that changes its loss."""
     session = session_of(module)
-    for name, function in session.wraps if session is not None else ():
-        if name == "training_step":
-            return inner_method(module, name, function)
+    if session is not None:
+        for name, function in session.wraps:
+            if name == "training_step":
+                return inner_method(module, name, function)
     return module.training_step
 
 
-def _on_loss(module: Any, method: str) -> list[LossHooks]:
+def _on_loss(module: LightningModule, method: str) -> list[LossHooks]:
     techniques = in_order(techniques_of(module.trainer))
     return [t for t in techniques if isinstance(t, LossHooks) and overrides(t, method)]
 
 
-def _changed_loss(module: Any, step: Callable[..., Any], *args: Any) -> Any:
+def _changed_loss(module: Any, step: Callable[..., Any], *args: Any) -> object:
     """Run ``step``, the module's own, with the changes that techniques make to its loss."""
     session = session_of(module)
     assert session is not None
@@ -134,7 +136,7 @@ def _changed_loss(module: Any, step: Callable[..., Any], *args: Any) -> Any:
     return weighed
 
 
-def _with_extra_losses(module: Any, step: Callable[..., Any], *args: Any) -> Any:
+def _with_extra_losses(module: LightningModule, step: Callable[..., object], *args: object) -> Any:
     """Run ``step`` and add the terms of techniques to its loss."""
     techniques = _on_loss(module, "extra_loss")
     with ExitStack() as watching:

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -57,12 +58,12 @@ class OptimizerHooks(Hooks):
         raise NotImplementedError
 
     @classmethod
-    def wraps(cls, trainer: Any, module: Any, techniques: Sequence[Any]) -> list[Wrap]:
+    def wraps(cls, trainer: Trainer, module: LightningModule, techniques: Sequence[object]) -> list[Wrap]:
         """Wrap ``configure_optimizers``, around the module's own."""
         return [("configure_optimizers", _configure_optimizers)]
 
 
-def find_schedulers(configured: object) -> list[Any]:
+def find_schedulers(configured: object) -> list[object]:
     """Return every learning-rate scheduler, once, of what ``configure_optimizers`` returned."""
     found = configured_at(configured, "lr_scheduler", "scheduler")
     return [item for item in found if not isinstance(item, Optimizer)]
@@ -71,7 +72,9 @@ def find_schedulers(configured: object) -> list[Any]:
 def schedulers_of(module: nn.Module) -> list[Any]:
     """Return the schedulers that ``configure_optimizers`` returned; only valid in ``rewrite_optimizer``."""
     session = session_of(module)
-    return list(session.schedulers) if session is not None else []
+    if session is not None:
+        return list(session.schedulers)
+    return []
 
 
 def optimized_by(module: nn.Module) -> set[int]:
@@ -81,7 +84,7 @@ def optimized_by(module: nn.Module) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def _configure_optimizers(self: Any) -> Any:
+def _configure_optimizers(self: LightningModule) -> Any:
     techniques = in_order(techniques_of(self.trainer))
     configured = configured_by(self, techniques, inner_method(self, "configure_optimizers", _configure_optimizers))
     session = session_of(self)
@@ -93,7 +96,9 @@ def _configure_optimizers(self: Any) -> Any:
     return configured
 
 
-def configured_by(module: Any, techniques: Sequence[Declaration], configure: Callable[[], Any]) -> Any:
+def configured_by(
+    module: LightningModule, techniques: Sequence[Declaration], configure: Callable[[], object]
+) -> object:
     """Return what ``configure`` returns, with its optimizers rewritten by ``techniques`` in their order.
 
     Raises:
@@ -119,7 +124,7 @@ def configured_by(module: Any, techniques: Sequence[Declaration], configure: Cal
 
 
 def _rewrite(
-    module: Any, session: Session, techniques: Sequence[OptimizerHooks], optimizers: Sequence[Optimizer]
+    module: nn.Module, session: Session, techniques: Sequence[OptimizerHooks], optimizers: Sequence[Optimizer]
 ) -> None:
     for technique in techniques:
         if not overrides(technique, "rewrite_optimizer"):
@@ -146,7 +151,7 @@ def _rewrite(
                 report.checked(name)
 
 
-def _check_trained(module: Any, techniques: Sequence[OptimizerHooks], optimizers: Sequence[Optimizer]) -> None:
+def _check_trained(module: nn.Module, techniques: Sequence[OptimizerHooks], optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that lack what a technique trains: the run would start, take its time and learn nothing."""
     if not optimizers:
         return
@@ -183,7 +188,7 @@ class _Learning:
         self.checked: set[int] = set()  # ids of optimizers all of whose adapters have had a gradient
         self.silent: dict[int, SilentLayers] = {}  # adapters without a gradient so far, by the optimizer's id
 
-    def check(self, module: Any, optimizer: Optimizer, *_: Any) -> None:
+    def check(self, module: nn.Module, optimizer: Optimizer, *_: object) -> None:
         """After a step: refuse a run in which what techniques train is frozen or bypassed. Adapters may wait.
 
         Raises:
@@ -231,23 +236,23 @@ class _Learning:
             self.session.wraps.append(("training_step", wrap))
 
 
-def _training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+def _training_step(self: LightningModule, batch: object, batch_idx: int) -> Any:
     with _around_step(self):
         return inner_method(self, "training_step", _training_step)(batch, batch_idx)
 
 
-def _training_step_on_batch(self: Any, batch: Any) -> Any:
+def _training_step_on_batch(self: LightningModule, batch: object) -> Any:
     with _around_step(self):
         return inner_method(self, "training_step", _training_step_on_batch)(batch)
 
 
-def _training_step_on_iterator(self: Any, dataloader_iter: Any) -> Any:
+def _training_step_on_iterator(self: LightningModule, dataloader_iter: object) -> Any:
     with _around_step(self):
         return inner_method(self, "training_step", _training_step_on_iterator)(dataloader_iter)
 
 
 @contextmanager
-def _around_step(module: Any) -> Iterator[None]:
+def _around_step(module: nn.Module) -> Iterator[None]:
     """Enter the contexts of the session for one ``training_step``."""
     session = session_of(module)
     assert session is not None
@@ -264,7 +269,7 @@ def _end_watch(layers: SilentLayers, module: nn.Module) -> None:
         rank_zero_warn(layers.message())
 
 
-def _without_gradient(module: Any, has_gradient: dict[int, bool]) -> dict[str, list[nn.Parameter]] | None:
+def _without_gradient(module: nn.Module, has_gradient: dict[int, bool]) -> dict[str, list[nn.Parameter]] | None:
     """Return the adapters without a gradient, by the name of their layer; ``None`` if no parameter has a gradient."""
     names = {id(p): name for name, p in module.named_parameters()}
     later = {id(module.get_parameter(name)) for name in held(module)}

@@ -16,12 +16,13 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.traits import Trait
 
 if TYPE_CHECKING:
+    from lit_efficient.files.checkpoints import Fields
     from lit_efficient.internals.hugging_face_loading import Replacing
 
 _RECORDED = "_lit_efficient_recorded"  # attribute of a module whose weights are read by a checkpoint's techniques
 
 
-def on_read(module: nn.Module, prefix: str, checkpoint: Mapping[str, Any] | None = None) -> "Replacing | None":
+def on_read(module: nn.Module, prefix: str, checkpoint: Mapping[str, object] | None = None) -> "Replacing | None":
     """Return what the technique that acts first on ``module`` replaces while a network is read from files.
 
     Args:
@@ -42,7 +43,7 @@ def on_read(module: nn.Module, prefix: str, checkpoint: Mapping[str, Any] | None
     return None
 
 
-def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+def replay(module: nn.Module, checkpoint: Mapping[str, object]) -> None:
     """Apply the transforms that ``checkpoint`` records, so that its weights fit ``module`` without a trainer.
 
     Raises:
@@ -53,7 +54,7 @@ def replay(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     check_checkpoint(module, checkpoint)
 
 
-def _recorded(checkpoint: Mapping[str, Any]) -> list[Declaration]:
+def _recorded(checkpoint: "Fields") -> list[Declaration]:
     techniques = []
     for record in _records(checkpoint):
         cls = technique_of(record)
@@ -64,7 +65,7 @@ def _recorded(checkpoint: Mapping[str, Any]) -> list[Declaration]:
     return techniques
 
 
-def converters(checkpoint: Mapping[str, Any], format: str = "") -> list[type[CheckpointHooks]]:
+def converters(checkpoint: Mapping[str, object], format: str = "") -> list[type[CheckpointHooks]]:
     """Return the techniques of a checkpoint that convert its weights for an export.
 
     Raises:
@@ -83,19 +84,21 @@ def converters(checkpoint: Mapping[str, Any], format: str = "") -> list[type[Che
     return found
 
 
-def technique_of(record: Mapping[str, Any]) -> type[Declaration] | None:
+def technique_of(record: "Fields") -> type[Declaration] | None:
     """Return the class that a record names: a public technique of this package, or one that is already imported.
 
     A checkpoint cannot name code to import, not even of a package that registers techniques.
     """
     name = record["name"]
-    public: object = getattr(lit_efficient, name) if name in lit_efficient.PUBLIC else None
+    public: object = None
+    if name in lit_efficient.PUBLIC:
+        public = getattr(lit_efficient, name)
     if isinstance(public, type) and issubclass(public, Declaration):
         return public
     return {cls.__name__: cls for cls in _subclasses(Declaration)}.get(name)
 
 
-def arguments_behind(checkpoint: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+def arguments_behind(checkpoint: "Fields", key: str) -> dict[str, Any] | None:
     """Return the arguments of the technique whose ``CheckpointHooks.keeps`` is ``key``, or ``None``."""
     for record in _records(checkpoint):
         kind = technique_of(record)
@@ -105,7 +108,7 @@ def arguments_behind(checkpoint: Mapping[str, Any], key: str) -> dict[str, Any] 
     return None
 
 
-def _records(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _records(checkpoint: "Fields") -> "list[Fields]":
     return [*checkpoint.get("lit_efficient", {}).get("transforms", ())]
 
 

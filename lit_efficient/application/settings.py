@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lit_efficient.declaration import parts_of, traits_of_part
 from lit_efficient.internals.lightning_strategies import traits_of
@@ -42,7 +43,7 @@ class ReadBack:
         self.active = True
         self._differs = differs
         self._steps: dict[int, int] = {}  # number of steps, by the optimizer's position
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         for index, optimizer in enumerate(optimizers):
             if isinstance(optimizer, Optimizer):
                 self._steps[index] = 0
@@ -55,7 +56,7 @@ class ReadBack:
             hook.remove()
         self._hooks = []
 
-    def _read(self, index: int, optimizer: Optimizer, *_: Any) -> None:
+    def _read(self, index: int, optimizer: Optimizer, *_: object) -> None:
         if not self.active:
             return
         self._steps[index] += 1
@@ -65,12 +66,12 @@ class ReadBack:
             rank_zero_warn(message)
 
 
-def who_sets(module: Any) -> str:
+def who_sets(module: nn.Module) -> str:
     """Return the words for what may have changed a setting of the optimizer."""
     return f"optimizer_step or another hook of {type(module).__name__}, or a callback"
 
 
-def clips_itself(trainer: Any, module: Any) -> bool:
+def clips_itself(trainer: Any, module: nn.Module) -> bool:
     """Return whether a module has its own gradient clipping, which may ignore the trainer's ``gradient_clip_val``."""
     own = getattr(module.configure_gradient_clipping, "__qualname__", "") != _CLIPPING
     return bool(trainer.gradient_clip_val) and own and not traits_of(trainer.strategy).flattens
@@ -102,7 +103,7 @@ def _norm(gradient: Tensor, order: float) -> float:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     if not values.numel():
         return 0.0
-    norm: Any = torch.linalg.vector_norm(values, order, dtype=torch.promote_types(values.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(values, order, dtype=torch.promote_types(values.dtype, torch.float32))
     return float(norm.full_tensor() if is_sharded(norm) else norm)
 
 

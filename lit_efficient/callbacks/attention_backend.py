@@ -12,7 +12,7 @@ others while the trainer runs: in training, including recomputation in the backw
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -71,7 +71,13 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.counts: dict[str, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kind = ATTENTION_KERNELS.get(func)
         if kind is not None:
             self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -118,7 +124,9 @@ class AttentionBackend(Technique):
         if self.backend != "flex":
             dtype = torch.float32
             if "16" in str(trainer.precision):
-                dtype = torch.bfloat16 if "bf16" in str(trainer.precision) else torch.float16
+                dtype = torch.float16
+                if "bf16" in str(trainer.precision):
+                    dtype = torch.bfloat16
             reason = try_kernel(self.backend, device, dtype)
         elif device.type != "cuda":
             reason = "FlexAttention has a backward pass on CUDA only"
@@ -202,7 +210,9 @@ class AttentionBackend(Technique):
         super().on_exception(trainer, pl_module, exception)
 
     def _refusal(self, module: nn.Module) -> str:
-        heads = ", grouped heads, which it does not support on CUDA" if self.backend == "efficient" else ""
+        heads = ""
+        if self.backend == "efficient":
+            heads = ", grouped heads, which it does not support on CUDA"
         return (
             f"AttentionBackend: backend={self.backend!r} does not support the arguments with which "
             f"{type(module).__name__} calls attention. Torch's warnings name the reason (sizes, a mask, "
@@ -233,19 +243,19 @@ def _run(strategy: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
         return inner_method(strategy, name, step)(*args, **kwargs)
 
 
-def _training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _training_step(self: nn.Module, *args: object, **kwargs: object) -> Any:
     return _run(self, _training_step, *args, **kwargs)
 
 
-def _validation_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _validation_step(self: nn.Module, *args: object, **kwargs: object) -> object:
     return _run(self, _validation_step, *args, **kwargs)
 
 
-def _test_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _test_step(self: nn.Module, *args: object, **kwargs: object) -> object:
     return _run(self, _test_step, *args, **kwargs)
 
 
-def _predict_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _predict_step(self: nn.Module, *args: object, **kwargs: object) -> object:
     return _run(self, _predict_step, *args, **kwargs)
 
 

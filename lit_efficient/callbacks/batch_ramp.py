@@ -187,7 +187,10 @@ class BatchRamp(Technique):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Change the accumulation at a batch where an old window has ended and a new one can begin."""
-        wanted = self._full if self.worst_case else self._accumulation(trainer.global_step)
+        if self.worst_case:
+            wanted = self._full
+        else:
+            wanted = self._accumulation(trainer.global_step)
         if wanted != self._now and batch_idx % wanted == 0 and batch_idx % (self._now or 1) == 0:
             if not self.worst_case:
                 rank_zero_info(f"BatchRamp: step {trainer.global_step}: {wanted} micro-batches per step")
@@ -216,7 +219,9 @@ class BatchRamp(Technique):
 
     def state_dict(self) -> dict[str, object]:
         """Return the current accumulation: a window of the old size may still be open."""
-        return {} if self._now is None else {"accumulation": self._now}
+        if self._now is None:
+            return {}
+        return {"accumulation": self._now}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._now = state_dict.get("accumulation")
@@ -231,7 +236,7 @@ class BatchRamp(Technique):
     def _accumulation(self, step: int) -> int:
         return max(1, self._full // self._parts(step))
 
-    def _piecewise(self, trainer: Trainer, loader: Any) -> Any:
+    def _piecewise(self, trainer: Trainer, loader: object) -> Any:
         """Return the loader, or one that splits its batches if a stage has less than one of them per step."""
         stages = []
         for end in self._steps:
@@ -246,7 +251,8 @@ class BatchRamp(Technique):
                 "accumulate_grad_batches"
             )
         rows = getattr(loader, "batch_size", None)
-        rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if rows is None else rows
+        if rows is None:
+            rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         most = max(pieces for _, pieces in stages)
         if isinstance(rows, int) and most > rows:
             raise ConfigurationError(

@@ -67,7 +67,7 @@ class _Swapped(Loads, Stays, nn.Module):
         self._swap.come_to_rest()  # copies on the device are overwritten, also if a state dict refers to them
         return super().state_dict(*args, **kwargs)
 
-    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+    def before_load(self, state_dict: dict[str, object], prefix: str) -> None:
         self._swap.come_to_rest(stale=True)
 
     def staying(self) -> list[Tensor]:

@@ -13,7 +13,6 @@ twelve blocks that differ in a number it runs four uncompiled, with only a line 
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -34,7 +33,7 @@ _SHOWN = 8  # largest number of graph breaks that are listed
 _VERSIONS = 16  # of one block: training and evaluation, fixed and dynamic batch size, with and without dropping, ...
 
 
-def compile_in_place(modules: Iterable[nn.Module], **arguments: Any) -> None:
+def compile_in_place(modules: Iterable[nn.Module], **arguments: object) -> None:
     """Compile the calls of modules, with their hooks, in place. Each is compiled at its first call.
 
     Names, classes and parameters stay the same. Copies and pickles of a module are not compiled. Torch does not compile

@@ -57,7 +57,7 @@ class Loading:
     pin_memory: bool = False
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> "Loading":
+    def of(cls, loader: DataLoader[object]) -> "Loading":
         """Return the settings of a loader."""
         return cls(loader.num_workers, loader.prefetch_factor, loader.pin_memory)
 
@@ -117,7 +117,7 @@ def _complexity(loading: Loading) -> tuple[int, ...]:
 
 
 def seconds_a_batch(
-    loader: DataLoader[Any], loading: Loading, batches: int, device: torch.device, clock: Callable[[], float]
+    loader: DataLoader[object], loading: Loading, batches: int, device: torch.device, clock: Callable[[], float]
 ) -> float:
     """Read a few batches with a copy of a loader. Its order and the states of all generators do not change.
 
@@ -155,7 +155,7 @@ def seconds_a_batch(
     return (times[-1] - times[first - 1]) / (len(times) - first)
 
 
-def apart(loader: DataLoader[Any], loading: Loading) -> DataLoader[Any]:
+def apart(loader: DataLoader[object], loading: Loading) -> DataLoader[object]:
     """Return a copy of a loader with other settings and its own samplers, on the same data set."""
     other = set_loading(copied(loader), *astuple(loading))
     memo = {id(loader.dataset): loader.dataset}
@@ -278,7 +278,7 @@ class DataLoaderTuner(Technique):
         most = max(1, processors // max(1, trainer.num_devices))
         return [0, *(2**i for i in range(most.bit_length()))]
 
-    def _draws(self, trainer: Trainer, loader: DataLoader[Any]) -> bool:
+    def _draws(self, trainer: Trainer, loader: DataLoader[object]) -> bool:
         """Return whether reading a batch draws random numbers in an order that depends on the workers."""
         own = own_generators(loader.dataset)
         every = own_generators(loader)
@@ -296,7 +296,10 @@ class DataLoaderTuner(Technique):
         draws = (draws and not seeded) or not same_random_states(own_before, generator_states(own))
         set_generator_states(every, every_before)
         if draws:
-            remedy = "" if seeded else ". ExactResume seeds each batch, so that it can change"
+            if seeded:
+                remedy = ""
+            else:
+                remedy = ". ExactResume seeds each batch, so that it can change"
             rank_zero_info(
                 f"DataLoaderTuner: {type(loader.dataset).__name__} draws random numbers in an order that depends on "
                 f"the number of workers, so this number does not change{remedy}"

@@ -62,8 +62,8 @@ class DevicePrefetcher(Technique):
         self._seeded = False  # True if every loader seeds each batch
         self._batches = 0  # training batches that were read
         self._in_epoch = 0  # the same in this epoch
-        self._before: dict[str, Any] | None = None  # states of all generators before a batch was read
-        self._after: dict[str, Any] | None = None  # states of all generators after a batch was read ahead
+        self._before: dict[str, object] | None = None  # states of all generators before a batch was read
+        self._after: dict[str, object] | None = None  # states of all generators after a batch was read ahead
         self._behind: Any = None  # the loaders' states without a batch that was read ahead and is not used yet
         self._begun: Any = None  # event at which the compute stream began with the latest batch
         self._waits: HostWaits | None = None
@@ -137,7 +137,7 @@ class DevicePrefetcher(Technique):
             return Report(f"no effect on a {self._device.type}, where batches are not copied", idle=True)
         return Report("batches are copied on a separate stream" + ", the next one during the step" * self.ahead)
 
-    def _wrap_loop(self, trainer: Any, loop: Any, training: bool = False) -> None:
+    def _wrap_loop(self, trainer: Any, loop: object, training: bool = False) -> None:
         """Have a loop's batches pass through this object, unless a hook or the module needs them on the host."""
         if self._stream is None:
             return

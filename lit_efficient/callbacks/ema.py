@@ -108,7 +108,9 @@ class EMA(ShadowWeights):
 
     def _decay(self, since: int, first: bool) -> float:
         """Return the decay of the update ``since`` steps after the start. The first update copies the weights."""
-        return 0.0 if first else decay_at(since, self.decay, self.warmup, self.power)
+        if first:
+            return 0.0
+        return decay_at(since, self.decay, self.warmup, self.power)
 
     def forget(self) -> None:
         self._average = {}
@@ -186,7 +188,10 @@ class EMA(ShadowWeights):
         self._parameters = {}
 
     def state_dict(self) -> dict[str, object]:
-        average = {name: whole(tensor) for name, tensor in self._average.items()} if self._updates else {}
+        if self._updates:
+            average = {name: whole(tensor) for name, tensor in self._average.items()}
+        else:
+            average = {}
         return {"average": average, "updates": self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

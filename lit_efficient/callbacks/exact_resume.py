@@ -161,7 +161,9 @@ class ExactResume(Technique):
 
     def state_dict(self) -> dict[str, object]:
         """Return the seed and the number of processes. ``on_save_checkpoint`` adds the rows per step."""
-        return {} if self._run_seed is None else {"seed": self._run_seed, "world_size": self._world_size or 1}
+        if self._run_seed is None:
+            return {}
+        return {"seed": self._run_seed, "world_size": self._world_size or 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the checkpoint's seed, and warn if the run differs from the interrupted one."""
@@ -216,7 +218,7 @@ class ExactResume(Technique):
             # In the checkpoint, because Lightning restores the loops after the callbacks.
             settle(checkpoint, epoch=state["reached"] == "epoch")
 
-    def _progress(self, trainer: Trainer) -> dict[str, Any]:
+    def _progress(self, trainer: Trainer) -> dict[str, object]:
         """Return the part of the last batch that is over, and the metrics until then."""
         results = [] if self._reached == "epoch" else unfinished(trainer)
         if trainer.world_size > 1 and any(result["logged"]["on_epoch"] for result in results):
@@ -334,7 +336,7 @@ def _process_dataloader(self: Any, dataloader: Any) -> Any:
     return inner_method(self, "process_dataloader", _process_dataloader)(dataloader)
 
 
-def _end_batch(self: Any, data_fetcher: object) -> None:
+def _end_batch(self: LightningModule, data_fetcher: object) -> None:
     """Replace ``epoch_loop.advance`` once. Lightning then validates, steps schedulers and ends the epoch."""
     unwrap_method(self, "advance", _end_batch)
     technique = technique_of(self.trainer, ExactResume)

@@ -88,7 +88,9 @@ class FastMatmul(Technique):
     def capability(self, trainer: Trainer) -> tuple[int, int] | None:
         """Return the compute capability of the run's GPU, or ``None`` for another device."""
         device = trainer.strategy.root_device
-        return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if device.type == "cuda":
+            return torch.cuda.get_device_capability(device)
+        return None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)

@@ -148,7 +148,9 @@ class FeatureMatching(Alignment):
 def _mask(kwargs: Mapping[str, object], tokens: Tensor) -> Tensor | None:
     """Return the padding mask [B, N] that a language model was called with."""
     mask = kwargs.get("attention_mask")
-    return mask if isinstance(mask, Tensor) and mask.shape == tokens.shape[:2] else None
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape[:2]:
+        return mask
+    return None
 
 
 def _may_be_skipped(module: nn.Module, name: str) -> bool:

@@ -205,7 +205,10 @@ class GradientNoiseScale(Technique):
         if len(inverse) * trainer.world_size > 1:
             estimates = noise_and_signal(total / count, mean.square(), inverses / count, joints / weight.square())
             found = torch.stack([*estimates, torch.ones_like(mean)])
-            before = torch.zeros_like(found) if self._sums is None else self._sums.to(found)
+            if self._sums is None:
+                before = torch.zeros_like(found)
+            else:
+                before = self._sums.to(found)
             # A step with gradients or squares that are not finite is ignored, without a wait for the device.
             self._sums = torch.where(found.isfinite().all(), before * self.decay + found, before)
         self._samples = round(sum(1 / one for one in inverse)) * trainer.world_size
@@ -244,7 +247,10 @@ class GradientNoiseScale(Technique):
         if not math.isfinite(scale) or not scale:
             return f"{text}: this gives no estimate yet: measure more steps, or set a higher decay"
         new = max(1, round(scale))
-        change = "larger batches still save steps" if new > self._samples else "smaller batches would save samples"
+        if new > self._samples:
+            change = "larger batches still save steps"
+        else:
+            change = "smaller batches would save samples"
         distinct = [float(rate) for rate in dict.fromkeys(rates)]
         linear = [scaled_rate(rate, self._samples, new) for rate in distinct]
         root = [scaled_rate(rate, self._samples, new, "sqrt") for rate in distinct]
@@ -255,7 +261,7 @@ class GradientNoiseScale(Technique):
 
     def state_dict(self) -> dict[str, object]:
         sums = None if self._sums is None else self._sums.detach().cpu().clone()
-        state: dict[str, Any] = {"sums": sums, "samples": self._samples, "rates": self._rates}
+        state: dict[str, object] = {"sums": sums, "samples": self._samples, "rates": self._rates}
         # Only this process's micro-batches are known here, so with several processes the step is measured again.
         if self._squares and not distributed.is_initialized():
             squares = torch.stack(self._squares).cpu()
@@ -271,7 +277,10 @@ class GradientNoiseScale(Technique):
     def _note(self, gradient: Tensor) -> None:
         """Record a parameter's gradient before it is added to earlier ones, or averaged over processes."""
         if self._listens:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
+            if gradient.is_sparse:
+                values = gradient.coalesce().values()
+            else:
+                values = gradient.detach()
             wide = values if values.is_complex() else values.float()
             self._squares.append((torch.linalg.vector_norm(wide).float() / self._factor).square())
 
@@ -281,7 +290,10 @@ class GradientNoiseScale(Technique):
         if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates) and not self._hooks:
             return  # reading waits for the device, which happens in measured steps only
         now = [float(rate) for rate in rates]
-        self._rates = [*map(max, now, self._rates)] if len(now) == len(self._rates) else now
+        if len(now) == len(self._rates):
+            self._rates = [*map(max, now, self._rates)]
+        else:
+            self._rates = now
 
     def _stop(self) -> None:
         for hook in self._hooks:

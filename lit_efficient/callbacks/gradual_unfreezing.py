@@ -211,7 +211,9 @@ class GradualUnfreezing(OptimizerHooks, Technique):
 
     def _unfreeze(self, trainer: Any, module: nn.Module) -> None:
         """Unfreeze the groups that train from this step on."""
-        done = trainer.current_epoch if self.every_n_epochs else trainer.global_step
+        done = trainer.global_step
+        if self.every_n_epochs:
+            done = trainer.current_epoch
         if self.worst_case:  # all groups
             done = sys.maxsize
         before = self._open

@@ -192,9 +192,11 @@ class HiddenAlignment(Alignment):
     @property
     def until(self) -> int | None:
         """Optimizer step from which on nothing is computed, whatever the gradients are."""
-        return super().until if self._conflict is None else self._conflict.latest
+        if self._conflict is None:
+            return super().until
+        return self._conflict.latest
 
-    def active(self, module: Any) -> bool:
+    def active(self, module: LightningModule) -> bool:
         """Return whether the term is computed in this step."""
         return super().active(module) and (self._last < 0 or module.trainer.global_step <= self._last)
 
@@ -246,17 +248,22 @@ class HiddenAlignment(Alignment):
         """True if :meth:`class_token` can be called."""
         return self.head.class_layer is not None
 
-    def class_token(self, module: Any, batch: Any) -> Tensor:
+    def class_token(self, module: LightningModule, batch: Any) -> Tensor:
         """Return the encoder's class token of the batch's clean images, [B, D]."""
         assert self._teacher is not None
         self._teacher.to(module.device)
-        source = "images" if self.source == "auto" and "images" in batch else self.source
+        source = self.source
+        if self.source == "auto" and "images" in batch:
+            source = "images"
         return self._seen(module, batch, source)[CLASS]
 
     def _seen(self, module: nn.Module, batch: object, source: str) -> dict[str, Tensor]:
         """Return the encoder's features of the batch's clean images, computed once per step."""
         if self._clean is None or self._clean[0] is not batch or not module.training:
-            images = self._decoded(module, batch) if source == "auto" else member(batch, source, "HiddenAlignment")
+            if source == "auto":
+                images = self._decoded(module, batch)
+            else:
+                images = member(batch, source, "HiddenAlignment")
             assert self._teacher is not None
             self._clean = batch, self._teacher.of_images(images)
         return self._clean[1]
@@ -283,4 +290,6 @@ def _without_class_token(module: nn.Module, block: str, features: Tensor) -> Ten
     """Return the tokens of the latents. A DiT with a class token has it last."""
     around = (module.get_submodule(name) for name in parents(block))
     has_class_token = any(getattr(part, "class_token", None) is not None for part in around)
-    return features[:, :-1] if has_class_token else features
+    if has_class_token:
+        return features[:, :-1]
+    return features

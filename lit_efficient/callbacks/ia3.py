@@ -98,8 +98,14 @@ class IA3(AdapterTechnique):
     def _patterns(self, module: nn.Module) -> tuple[list[str], list[str]]:
         """Return the patterns of layers whose outputs and whose inputs are scaled."""
         if self.targets != "auto":
-            outputs = [self.targets] if isinstance(self.targets, str) else list(self.targets)
-            inputs = [self.feedforward] if isinstance(self.feedforward, str) else list(self.feedforward)
+            if isinstance(self.targets, str):
+                outputs = [self.targets]
+            else:
+                outputs = list(self.targets)
+            if isinstance(self.feedforward, str):
+                inputs = [self.feedforward]
+            else:
+                inputs = list(self.feedforward)
             if not outputs and not inputs:
                 raise ConfigurationError("IA3: targets and feedforward are both empty, so that nothing would train")
             return outputs, inputs

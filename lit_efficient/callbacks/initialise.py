@@ -52,7 +52,9 @@ def draw_weight(weight: Tensor, scheme: str, scale: float, generator: torch.Gene
         return nn.init.orthogonal_(fresh, scale, generator=generator)
     if scheme == "xavier":
         return nn.init.xavier_normal_(fresh, scale, generator=generator)
-    mode: Literal["fan_in", "fan_out"] = "fan_in" if scheme == "fan_in" else "fan_out"
+    mode: Literal["fan_in", "fan_out"] = "fan_out"
+    if scheme == "fan_in":
+        mode = "fan_in"
     return nn.init.kaiming_normal_(fresh, mode=mode, nonlinearity="linear", generator=generator).mul_(scale)
 
 
@@ -190,7 +192,7 @@ class Initialise(Technique):
             )
         return found
 
-    def _draw(self, layer: Any, parameter: nn.Parameter, seed: int) -> None:
+    def _draw(self, layer: nn.Module, parameter: nn.Parameter, seed: int) -> None:
         generator = torch.Generator("cpu").manual_seed(seed)
         if isinstance(layer, nn.Embedding):
             assert self.embeddings is not None
@@ -225,13 +227,13 @@ class Initialise(Technique):
             layer.bias.zero_()
 
 
-def _branch_ends(root: nn.Module) -> list[tuple[Any, Any, bool]]:
+def _branch_ends(root: nn.Module) -> list[tuple[object, object, bool]]:
     """Return the layers that end residual branches, each once.
 
     Returns:
         For each: the layer, the norm after it or ``None``, and whether a gate keeps the branch at zero.
     """
-    found: dict[int, tuple[Any, Any, bool]] = {}
+    found: dict[int, tuple[object, object, bool]] = {}
     for part, name, norm, closed in all_residual_ends(root):
         layer = part.get_submodule(name)
         if _is_layer(layer):
@@ -254,7 +256,7 @@ def _unknown_branches(root: nn.Module) -> str | None:
     return None
 
 
-def _matrices(layer: Any) -> list[nn.Parameter]:
+def _matrices(layer: nn.Module) -> list[nn.Parameter]:
     """Return the layer's parameters that are weights; `nn.MultiheadAttention` has them under names of its own."""
     found = [getattr(layer, name, None) for name in ("weight", "in_proj_weight")]
     found += [getattr(layer, f"{name}_proj_weight", None) for name in "qkv"]

@@ -33,7 +33,7 @@ class _InFloat32(StaysFloat32):
 
     float32 = ("",)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
         if not inputs:
             with torch.autocast("cpu", enabled=False):
@@ -114,7 +114,7 @@ class KeepFloat32(Technique):
         self.modules = tuple(modules)
         self._precision = ""  # of the trainer, if there is one
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         self._precision = str(trainer.precision)
 
     def transform(self, module: nn.Module) -> Report:

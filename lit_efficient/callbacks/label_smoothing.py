@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -135,23 +136,25 @@ class LabelSmoothing(LossHooks, Technique):
         self.epsilon = epsilon
         self._used = False
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         refuse_log_probs("LabelSmoothing", module)
 
     def describe(self, module: nn.Module) -> Report:
         return Report(f"{self.epsilon:g} of each target is spread over all classes")
 
     @contextmanager
-    def watch_step(self, module: nn.Module, batch: Any) -> Iterator[None]:
+    def watch_step(self, module: nn.Module, batch: object) -> Iterator[None]:
         with smooth_labels(self.epsilon, module) as smoothed:
             yield
             self._used = self._used or smoothed.used
 
-    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
+    def extra_loss(self, output: object, module: nn.Module, batch: object) -> Tensor | None:
         """Return ``None``, because the loss itself has been smoothed."""
         return None
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         if not self._used and outputs is not None:
             raise ConfigurationError(
                 f"LabelSmoothing: {type(pl_module).__name__}.training_step did not call F.cross_entropy, so that no "

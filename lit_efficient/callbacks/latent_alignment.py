@@ -106,7 +106,7 @@ class LatentAlignment(Alignment):
         self.seed = head.seed
         self.check_common()
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         traits = traits_of(trainer.strategy)
         if traits.shards and not traits.is_zero and self.loss.adaptive:
             raise ConflictError(
@@ -114,7 +114,7 @@ class LatentAlignment(Alignment):
                 "only while its block runs. Set loss.adaptive=False, or use strategy='ddp'"
             )
 
-    def find(self, data: Any) -> Teacher:
+    def find(self, data: object) -> Teacher:
         assert self.teacher is not None
         images = {"image_size": self.image_size, "skip_tokens": self.head.skip_tokens, "tokens": True}
         return find_teacher(self.teacher, [self.teacher_layer], who="LatentAlignment", data=data, **images)
@@ -130,7 +130,7 @@ class LatentAlignment(Alignment):
         argument = "head.widths: [latents', teacher's]"
         return {"0": self.head_between(sides, self.head.widths, argument, "linear", bias=False)}
 
-    def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
+    def term(self, calls: Mapping[str, list[Call]], output: object, module: nn.Module, batch: Any) -> Tensor:
         (name,) = self.names(module)
         if not calls[name]:
             raise ConfigurationError(

@@ -18,6 +18,7 @@ from math import inf
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -261,7 +262,7 @@ class LoRA(AdapterTechnique):
         call_layers(module)
         return self._report(module, (*(name for name, _ in targets), *(name for name, _, _ in experts)))
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         traits = traits_of(trainer.strategy)
         if self.lr_ratio is not None and traits.flattens:
             raise ConflictError(
@@ -293,7 +294,7 @@ class LoRA(AdapterTechnique):
         stretch_steps(optimizer, self.lr_ratio, stepped)
         return dataclasses.replace(report, summary=f"{report.summary}; B learns at {self.lr_ratio:g} times the rate")
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """At the first batch, report whether the rank is large enough for the tokens of the run, an epoch's at most."""
         steps = trainer.max_steps if trainer.max_steps > 0 else inf
         batches = min(trainer.num_training_batches, steps * trainer.accumulate_grad_batches)

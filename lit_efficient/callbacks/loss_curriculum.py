@@ -10,6 +10,7 @@ Source: Kumar et al. (2010), https://papers.nips.cc/paper/3923; Bengio et al. (2
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.application.loss import LossHooks
@@ -57,7 +58,7 @@ class LossCurriculum(LossHooks, Technique):
         self.steps = steps
         self._steps = 1
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._steps = steps_of("LossCurriculum", "steps", self.steps, trainer)
         super().setup(trainer, pl_module, stage)

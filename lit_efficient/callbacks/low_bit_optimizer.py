@@ -85,7 +85,7 @@ class LowBitOptimizer(OptimizerHooks, Technique):
         self.keep_32bit = tuple(keep_32bit)
         self.decay_norm_and_bias = decay_norm_and_bias
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         device = trainer.strategy.root_device.type
         if self.paged and device != "cuda":
             raise ConfigurationError(

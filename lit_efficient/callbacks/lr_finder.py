@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lit_efficient.application.loss import LossHooks
@@ -147,7 +148,7 @@ class LRFinder(Technique):
                 "undone in its flattened parameters. Find the rate with ShardedStrategy, DDP or one device"
             )
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset the results of an earlier run. A checkpoint restores its own results later."""
         if stage == "fit":
             self.suggestion = None
@@ -155,16 +156,16 @@ class LRFinder(Technique):
             self.taken = None
         super().setup(trainer, pl_module, stage)
 
-    def describe(self, module: Any) -> Report:
+    def describe(self, module: nn.Module) -> Report:
         use = "used for training" if self.apply else "only reported"
         steps = f"{self.num_steps} steps at each of the rates {self.max_lr:g} / 3^k down to at most {self.min_lr:g}"
         return Report(f"{steps}; the suggested rate is {use}")
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         schedule(trainer, lambda _: None, partial(self._test, trainer), order=1)  # after the batch size is found
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unschedule(trainer)
         if self._reads is not None:
             self._reads.stop()
@@ -183,7 +184,7 @@ class LRFinder(Technique):
         self.compared = [tuple(row) for row in state_dict["compared"]]
         self._configured = state_dict["configured"]
 
-    def _test(self, trainer: Any) -> None:
+    def _test(self, trainer: Trainer) -> None:
         if self.compared:
             self._resume(trainer)
             return
@@ -222,12 +223,12 @@ class LRFinder(Technique):
             f"{reference:.3g}. Fall of the loss in {self.num_steps} steps: {tried}{named}"
         )
 
-    def _resume(self, trainer: Any) -> None:
+    def _resume(self, trainer: Trainer) -> None:
         if self.suggestion is not None:
             named = self._name_it(trainer) if self.apply else ""
             rank_zero_info(f"LRFinder: the rate {self.suggestion:.3g} is taken from the checkpoint{named}")
 
-    def _try_rates(self, trainer: Any, trials: Trials, reference: float) -> dict[float, Losses]:
+    def _try_rates(self, trainer: Trainer, trials: Trials, reference: float) -> dict[float, Losses]:
         """Return the losses of the trials, by their rates, the first of which is 0."""
         losses: dict[float, Losses] = {0.0: _run(self, trainer, trials, reference, 0.0, [])}
         for rate in rates_to_try(self.min_lr, self.max_lr):
@@ -236,7 +237,7 @@ class LRFinder(Technique):
                 break
         return losses
 
-    def _use(self, trainer: Any, reference: float) -> None:
+    def _use(self, trainer: Trainer, reference: float) -> None:
         assert self.suggestion is not None
         for optimizer in trainer.optimizers:
             scale_rates(optimizer, self.suggestion / reference)
@@ -246,15 +247,17 @@ class LRFinder(Technique):
         self._expected = [float(group["lr"]) for group in optimizer.param_groups]
         self._reads = ReadBack([optimizer], partial(self._differs, trainer))
 
-    def _name_it(self, trainer: Any) -> str:
+    def _name_it(self, trainer: Trainer) -> str:
         """Set the suggestion in the module's hyper-parameters and attributes that hold the configured rate."""
         assert self._configured is not None
         places = places_of_rate(trainer.lightning_module, self._configured)
         set_at(places, self.suggestion)
         names = sorted({name for _, name in places})
-        return f"; the module's {' and '.join(names)} is set to it" if names else ""
+        if names:
+            return f"; the module's {' and '.join(names)} is set to it"
+        return ""
 
-    def _differs(self, trainer: Any, optimizer: Any, step: int) -> str | None:
+    def _differs(self, trainer: Trainer, optimizer: Optimizer, step: int) -> str | None:
         """Return a sentence if a step has another rate than the suggestion or its schedule gives."""
         used = [float(group["lr"]) for group in optimizer.param_groups]
         expected = self._expected
@@ -274,7 +277,7 @@ class LRFinder(Technique):
             "warm-up"
         )
 
-    def _reference(self, trainer: Any) -> float:
+    def _reference(self, trainer: Trainer) -> float:
         """Return the full rate of the first group, by which the schedule multiplies, before any warm-up factor."""
         reference = _full_rate(trainer.optimizers[0].param_groups[0])
         if not reference > 0:
@@ -286,7 +289,7 @@ class LRFinder(Technique):
 
 
 def _run(
-    finder: LRFinder, trainer: Any, trials: Trials, reference: float, rate: float, untrained: Losses
+    finder: LRFinder, trainer: Trainer, trials: Trials, reference: float, rate: float, untrained: Losses
 ) -> list[float | None]:
     """Train with a constant rate of the first group, and undo everything.
 
@@ -335,7 +338,7 @@ def _close(rates: Sequence[float], others: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(rates, others))
 
 
-def _step(trainer: Any, trials: Trials, batches: Iterator[Any], accumulate: int, may_diverge: bool) -> float | None:
+def _step(trainer: Any, trials: Trials, batches: Iterator[object], accumulate: int, may_diverge: bool) -> float | None:
     """Run one optimizer step.
 
     Args:
@@ -383,7 +386,9 @@ class _Losses(Callback):
         self.losses: list[Tensor] = []
         self.weights: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
+    ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach().float())

@@ -20,7 +20,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lit_efficient.application.settings import ReadBack, who_sets
@@ -129,7 +132,7 @@ class MaxBatchSize(Technique):
         self._reads: ReadBack | None = None
         self._batch_counts: dict[str, int] = {}  # settings of the trainer that count batches, before the run
         # States of the global generators, and of the loaders' own generators, before data is loaded.
-        self._start: dict[str, Any] = {}
+        self._start: dict[str, object] = {}
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def check(self, trainer: Any, module: Any) -> None:
@@ -152,28 +155,30 @@ class MaxBatchSize(Technique):
         if trainer.state.fn == "fit" and trainer.optimizers:  # called during a run, when the data is set up
             BatchSizeTarget(trainer, self.target, "MaxBatchSize")
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset the result of an earlier run. A checkpoint restores its own result later."""
         if stage == "fit":
             self.found = None
         super().setup(trainer, pl_module, stage)
 
-    def describe(self, module: Any) -> Report:
+    def describe(self, module: nn.Module) -> Report:
         limit = self.memory_limit or "the device's memory"
-        sizes = "divisors of the effective batch" if self.keep_effective_batch else "any size"
+        sizes = "any size"
+        if self.keep_effective_batch:
+            sizes = "divisors of the effective batch"
         return Report(f"the largest batch within {limit}, {self.margin:.0%} kept free; {sizes}, mode {self.mode}")
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self._place = BatchSizeTarget(trainer, self.target, "MaxBatchSize")
         self._configured = (self._place.value, trainer.accumulate_grad_batches)
         schedule(trainer, partial(self._before_run, trainer), partial(self._before_epoch, trainer), order=0)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._reads is None and self.found is not None:
             self._reads = ReadBack(trainer.optimizers, partial(self._differs, trainer, self.found))
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore batch size and accumulation, so that the next run starts from the user's configuration."""
         if self._reads is not None:
             self._reads.stop()
@@ -189,7 +194,7 @@ class MaxBatchSize(Technique):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.found = FoundBatch(**state_dict) if state_dict else None
 
-    def _restore_configuration(self, trainer: Any) -> None:
+    def _restore_configuration(self, trainer: Trainer) -> None:
         unschedule(trainer)
         if self._configured is not None and self._place is not None:
             size, accumulation = self._configured
@@ -201,7 +206,7 @@ class MaxBatchSize(Technique):
         self._place = None
         self._batch_counts = {}
 
-    def _before_run(self, trainer: Any, states: dict[str, Any]) -> None:
+    def _before_run(self, trainer: Trainer, states: dict[str, object]) -> None:
         self._start = states
         source = data_source(trainer.fit_loop)
         # Loaders that the module builds do not exist yet, and neither do their generators.
@@ -211,7 +216,7 @@ class MaxBatchSize(Technique):
             self._use(trainer, self.found)
             self._log_found("taken from the checkpoint")
 
-    def _before_epoch(self, trainer: Any) -> None:
+    def _before_epoch(self, trainer: Trainer) -> None:
         if self.found is not None:
             return
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready:
@@ -251,7 +256,7 @@ class MaxBatchSize(Technique):
         for part in (loop, loop.epoch_loop.val_loop):
             drop_loaders(part)
 
-    def _reload(self, trainer: Any) -> None:
+    def _reload(self, trainer: Trainer) -> None:
         """Build the loaders again with the same random numbers, as if the size had been set from the start."""
         now = [(generator, generator.get_state()) for generator, _ in self._generators]
         for generator, state in self._generators:
@@ -265,7 +270,7 @@ class MaxBatchSize(Technique):
         for generator, state in now:
             generator.set_state(state)
 
-    def _differs(self, trainer: Any, found: FoundBatch, optimizer: Any, step: int) -> str | None:
+    def _differs(self, trainer: Trainer, found: FoundBatch, optimizer: Optimizer, step: int) -> str | None:
         """Return a sentence if the loaders or the accumulation are not those of the found batch."""
         module = trainer.lightning_module
         automatic = module.automatic_optimization

@@ -47,7 +47,7 @@ class _Norm(nn.Module):
     # Arguments of Liger's kernel: eps, the number that is added to the weight, and what is cast. None without it.
     _fused_norm: tuple[float, float, str] | None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: object) -> Any:
         forward = super().forward
         if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
@@ -66,7 +66,7 @@ class _Gated(nn.Module):
     _activation: str | Callable[[Tensor], Tensor]  # name of a submodule, or a function
     _fused_gate: str | None  # name of Liger's function for act(a) * b
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
             return super().forward(*args, **kwargs)
         a, b, c = (getattr(self, name) for name in self._gated)
@@ -120,7 +120,7 @@ class MemoryEfficientLayers(Technique):
         self.backend = backend
         self._device = torch.device("cpu")  # until a trainer gives its device
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         self._device = trainer.strategy.root_device
 
     def transform(self, module: nn.Module) -> Report:
@@ -138,7 +138,10 @@ class MemoryEfficientLayers(Technique):
             if width is None:
                 continue
             with _trial(part, width) as (x, plain):
-                found = _as_gated(part, x, fused) if list(part.children()) else _as_norm(part, x, fused)
+                if list(part.children()):
+                    found = _as_gated(part, x, fused)
+                else:
+                    found = _as_norm(part, x, fused)
                 if found is None:
                     continue
                 kind, attributes = found
@@ -162,7 +165,9 @@ class MemoryEfficientLayers(Technique):
                     mix_under(part, Turns, _fused_turns=turns)
                     rotary.append(name)
         if not norms and not gates and not rotary:
-            where = " outside of the blocks that are recomputed as a whole" if recomputed else ""
+            where = ""
+            if recomputed:
+                where = " outside of the blocks that are recomputed as a whole"
             raise ConfigurationError(
                 f"MemoryEfficientLayers: {type(module).__name__} has no norm or gated MLP{where} that saves more than "
                 "its inputs. Leave out MemoryEfficientLayers"
@@ -173,7 +178,10 @@ class MemoryEfficientLayers(Technique):
                 f"{type(module).__name__}. Use backend='auto' or backend='torch'"
             )
         less = (before - kept) // _ROWS
-        how = f"{by_liger} of them by Liger's kernels" if by_liger else "recomputed by torch"
+        if by_liger:
+            how = f"{by_liger} of them by Liger's kernels"
+        else:
+            how = "recomputed by torch"
         summary = f"{len(norms)} norms and {len(gates)} gated MLPs save {format_bytes(less)} less per token, {how}"
         if rotary:
             summary += f"; {len(rotary)} layers rotate queries and keys by Liger's kernel"
@@ -250,7 +258,7 @@ def _equal(one: Tensor, two: Tensor, exact: bool) -> bool:
     return torch.allclose(one, two, rtol=close, atol=close * float(one.abs().max()))
 
 
-def _as_norm(part: nn.Module, x: Tensor, fused: bool) -> tuple[type, dict[str, Any]]:
+def _as_norm(part: nn.Module, x: Tensor, fused: bool) -> tuple[type, dict[str, object]]:
     """Return the mix-in of a norm and its attributes, with Liger's kernel if that gives the same results."""
     if fused:
         # The layer's eps is unknown: it is one of the numbers in its attributes, or the default of torch's RMSNorm.
@@ -261,7 +269,7 @@ def _as_norm(part: nn.Module, x: Tensor, fused: bool) -> tuple[type, dict[str, A
     return _Norm, {"_fused_norm": None}
 
 
-def _as_gated(part: nn.Module, x: Tensor, fused: bool) -> tuple[type, dict[str, Any]] | None:
+def _as_gated(part: nn.Module, x: Tensor, fused: bool) -> tuple[type, dict[str, object]] | None:
     """Return the mix-in of a gated MLP and its attributes, or ``None`` if the layer computes something else."""
     children = dict(part.named_children())
     linear = [name for name, child in children.items() if hasattr(child, "in_features")]
@@ -278,7 +286,7 @@ def _as_gated(part: nn.Module, x: Tensor, fused: bool) -> tuple[type, dict[str, 
     return None
 
 
-def _is_equivalent(part: nn.Module, x: Tensor, kind: type, attributes: dict[str, Any], exact: bool = True) -> bool:
+def _is_equivalent(part: nn.Module, x: Tensor, kind: type, attributes: dict[str, object], exact: bool = True) -> bool:
     """Return whether a layer gives the same results with the mix-in as without it."""
     own = part.forward
     mix_in(part, kind, **attributes)

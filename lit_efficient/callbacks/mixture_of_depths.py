@@ -19,6 +19,7 @@ from statistics import NormalDist
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
@@ -53,7 +54,10 @@ def first_guess(router: Tensor, capacity: float, own: bool = True) -> Tensor:
     Returns:
         Weights and bias of the predictor, [D + 1], or without ``own`` the negative threshold, [1].
     """
-    quantile = NormalDist().inv_cdf(1 - capacity) if capacity < 1 else -1 / router.norm()
+    if capacity < 1:
+        quantile = NormalDist().inv_cdf(1 - capacity)
+    else:
+        quantile = -1 / router.norm()
     if not own:
         return -quantile * router.norm()[None]
     if capacity == 1:
@@ -151,7 +155,7 @@ class MixtureOfDepths(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             details={"share_of_blocks_compute": 1 - len(chosen) * (1 - self.capacity) / len(found)},
         )
 
-    def _route(self, block: Any, name: str, width: int, generator: torch.Generator) -> None:
+    def _route(self, block: nn.Module, name: str, width: int, generator: torch.Generator) -> None:
         home = min(block.parameters(), key=lambda p: p.ndim)  # a norm's weight or a bias, which is never quantised
         dtype = torch.promote_types(home.dtype, torch.float32)
         drawn = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32) * 0.02 / width**0.5
@@ -176,25 +180,27 @@ class MixtureOfDepths(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         return [p for part in parts_of(module, DepthRouted) for p in (part.depth_router, part.depth_predictor)]
 
-    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None]:
+    def watch_step(self, module: nn.Module, batch: object) -> AbstractContextManager[None]:
         return self._terms.collecting(module)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         for part in parts_of(pl_module, DepthRouted):  # kept until the backward pass ends, which may recompute blocks
             part.token_rows = rows_in(batch)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         for part in parts_of(pl_module, DepthRouted):
             part.token_rows = {}
 
-    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
+    def extra_loss(self, output: object, module: nn.Module, batch: object) -> Tensor | None:
         terms = self._terms.mean(module)
         if terms is None:
             return None
         return self.loss_weight * terms[0]
 
     @classmethod
-    def convert_export(cls, state: dict[str, Any], checkpoint: Mapping[str, Any], module: Any = None) -> None:
+    def convert_export(cls, state: dict[str, object], checkpoint: Mapping[str, object], module: object = None) -> None:
         """Export routers unchanged, if the format supports them."""
 
     @classmethod

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
@@ -136,7 +137,7 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         return [part.router_weight for part in parts_of(module, ExpertMixture)]
 
     @contextmanager
-    def watch_step(self, module: nn.Module, batch: Any) -> Iterator[None]:
+    def watch_step(self, module: nn.Module, batch: object) -> Iterator[None]:
         parts = parts_of(module, ExpertMixture)
         rows = rows_in(batch)
         for part in parts:
@@ -148,18 +149,18 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             for part in parts:
                 part.token_rows = {}
 
-    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
+    def extra_loss(self, output: object, module: nn.Module, batch: object) -> Tensor | None:
         terms = self._terms.mean(module)
         if terms is None or not (self.balance_loss or self.z_loss):
             return None
         return self.balance_loss * terms[0] + self.z_loss * terms[1]
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = trainer.global_step
         for part in parts_of(pl_module, ExpertMixture):
             part.router_load = None  # batches before the first step must not count
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
         if not self.bias_rate or trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
@@ -176,5 +177,5 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         return bool(parts_of(module, ExpertMixture))
 
     @classmethod
-    def convert_export(cls, state: dict[str, Any], checkpoint: Mapping[str, Any], module: Any = None) -> None:
+    def convert_export(cls, state: dict[str, object], checkpoint: Mapping[str, object], module: object = None) -> None:
         """Export experts unchanged, if the format supports them."""

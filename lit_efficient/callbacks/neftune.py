@@ -10,6 +10,7 @@ Source: Jain et al. (2023), https://arxiv.org/abs/2310.05914
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report
@@ -83,7 +84,7 @@ class _Noisy:
     _noise_seed: int | None  # None outside of a trainer's loop, where the device's global generator is used
     token_rows: dict[str, Any]  # masks and positions of the network's call, or of the batch
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         embeddings: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
         if self.training and self._noise_alpha:
             return _with_noise(self, embeddings)
@@ -152,18 +153,20 @@ class NEFTune(Technique):
         names = tuple(name for name, _ in found)
         return Report(f"noise of alpha {self.alpha:g} on {', '.join(names)}", modules=names)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: object, batch_idx: int) -> None:
         rows = rows_in(batch)
         for i, layer in enumerate(_noisy(pl_module)):
             layer._noise_seed = mix_seed(self.seed, trainer.fit_loop.total_batch_idx, i, data_rank(trainer))
             layer.token_rows = rows
 
-    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: nn.Module, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         for layer in _noisy(pl_module):
             layer._noise_seed = None
             layer.token_rows = {}
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_train_batch_end(trainer, pl_module, None, None, 0)
         super().on_exception(trainer, pl_module, exception)
 

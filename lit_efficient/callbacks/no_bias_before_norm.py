@@ -25,7 +25,7 @@ _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-def cancels(layer: Any, norm: Any) -> bool:
+def cancels(layer: nn.Module, norm: nn.Module) -> bool:
     """Return whether a norm directly after a layer subtracts the layer's bias exactly.
 
     A layer norm does not, because it subtracts the mean over features, whose biases differ.
@@ -126,7 +126,7 @@ def _pairs(root: nn.Module) -> Iterator[tuple[str, str]]:
             fed.setdefault(f"{prefix}{name}", set()).update(f"{prefix}{norm}" if norm else "" for norm in norms)
     owners = Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
     for name, norms in fed.items():
-        layer: Any = root.get_submodule(name)
+        layer = root.get_submodule(name)
         bias = getattr(layer, "bias", None)
         if not isinstance(bias, nn.Parameter) or owners[id(bias)] > 1 or len(norms) != 1 or "" in norms:
             continue

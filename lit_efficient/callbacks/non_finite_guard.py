@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -51,7 +51,7 @@ def largest(tensors: Iterable[Tensor]) -> float:
     return max(sizes, default=0.0)
 
 
-def _largest_shard(tensors: list[Tensor], mesh: Any) -> float:
+def _largest_shard(tensors: list[Tensor], mesh: object) -> float:
     """Return the largest magnitude over all processes of a mesh. A process may hold no elements."""
     filled = [own for own in map(local, tensors) if own.numel()]
     if filled:
@@ -106,12 +106,12 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
         self._batch: Any = None  # the current batch, to find the cause of a gradient that is not finite
         self._largest: dict[Tensor, Tensor] = {}  # largest magnitudes of gradients that the backward pass has freed
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, InBackward):
                 optimizer.in_backward.watchers.append(self._check_and_clean)
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Check the learning rates before the backward pass, in which some optimizers step."""
         rates = [group.get("lr", 0.0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         for rate in rates:
@@ -123,7 +123,7 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
                     "are those before the step. Correct the schedule or lower the learning rate, and resume"
                 )
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         freed = isinstance(optimizer, InBackward)
         gradients = self._largest if freed else gradients_of(optimizer)
         self._largest = {}
@@ -153,25 +153,33 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
         if cause:
             where += f", because {cause}"
         if self.action == "raise" and not scales:
-            weights = "were stepped with zeros for these gradients" if freed else "are those before the step"
+            if freed:
+                weights = "were stepped with zeros for these gradients"
+            else:
+                weights = "are those before the step"
             raise DivergedError(f"NonFiniteGuard: {where}; the weights {weights}")
         if self._consecutive > self.max_consecutive:
             raise DivergedError(f"NonFiniteGuard: {where}, after {self._consecutive - 1} consecutive skipped steps")
         rank_zero_warn(f"NonFiniteGuard: {where}; the step is skipped")
         optimizer.zero_grad()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._batch = batch
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         self._batch = None
 
-    def _cause(self, module: Any) -> str | None:
+    def _cause(self, module: nn.Module) -> str | None:
         """Return what was not finite before the gradients: the batch, or what the module reports; None if unknown.
 
         A module reports it with a method ``explain_not_finite() -> str | None``.
         """
-        batch = self._batch if isinstance(self._batch, Mapping) else {"": self._batch}
+        if isinstance(self._batch, Mapping):
+            batch = self._batch
+        else:
+            batch = {"": self._batch}
         for name, part in batch.items():
             values = [value for value in tree_leaves(part) if is_floating(value)]
             if not largest(values) < math.inf:
@@ -179,7 +187,7 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
         explain = getattr(module, "explain_not_finite", None)
         return explain() if callable(explain) else None
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._check_weights(trainer, pl_module)
         states: dict[Tensor, list[Tensor]] = {}
         for optimizer in trainer.optimizers:
@@ -187,10 +195,12 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
                 states[p] = [value for value in own.values() if is_floating(value) and value.itemsize > 1]
         self._check_kept(trainer, pl_module, "states of the optimizer", states)
 
-    def _check_weights(self, trainer: Any, module: Any) -> None:
+    def _check_weights(self, trainer: Trainer, module: LightningModule) -> None:
         self._check_kept(trainer, module, "weights", {p: [p.detach()] for p in module.parameters() if _is_plain(p)})
 
-    def _check_kept(self, trainer: Any, module: Any, what: str, kept: Mapping[Tensor, list[Tensor]]) -> None:
+    def _check_kept(
+        self, trainer: Trainer, module: LightningModule, what: str, kept: Mapping[Tensor, list[Tensor]]
+    ) -> None:
         """Raise :class:`DivergedError` if a tensor of ``kept``, the tensors of each parameter, is not finite."""
         if traits_of(trainer.strategy).flattens:  # each process has only its part, and all must decide alike
             return
@@ -231,7 +241,7 @@ def _is_plain(parameter: Tensor) -> bool:
     return type(parameter) is torch.nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
 
 
-def _culprits(module: Any, tensors: Mapping[Tensor, list[Tensor]], limit: float = LIMIT) -> str:
+def _culprits(module: nn.Module, tensors: Mapping[Tensor, list[Tensor]], limit: float = LIMIT) -> str:
     """Return the names of the parameters that have a tensor with an element of at least ``limit``, or NaN."""
     names = [name for name, p in module.named_parameters() if p in tensors and not largest(tensors[p]) < limit]
     return listed(names)

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -110,7 +111,7 @@ class OffloadOptimizer(OptimizerHooks, Technique):
             parameters=total,
         )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Move restored states back to CPU memory before the first activations: Lightning puts them on the device."""
         for store in self._stores(trainer):
             for piece in store.all_pieces():
@@ -123,14 +124,14 @@ class OffloadOptimizer(OptimizerHooks, Technique):
             if zeroes_by_hand(pl_module):
                 wrap_method(pl_module, "optimizer_zero_grad", _zero_grad)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._allow_reads(trainer)
         unwrap_method(pl_module, "backward", _backward)
         unwrap_method(pl_module, "optimizer_zero_grad", _zero_grad)
         unwrap_method(trainer.precision_plugin, "main_params", _main_params)
         super().teardown(trainer, pl_module, stage)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """After the first step, which creates the states, report how much memory they need."""
         self._allow_reads(trainer)
         stores = list(self._stores(trainer))
@@ -143,17 +144,17 @@ class OffloadOptimizer(OptimizerHooks, Technique):
                 content += f" and {gradients / 2**20:.1f} MiB of gradients"
             rank_zero_info(f"OffloadOptimizer: {content} in {held / 2**20:.1f} MiB of pinned CPU memory")
 
-    def _allow_reads(self, trainer: Any) -> None:
+    def _allow_reads(self, trainer: Trainer) -> None:
         for store in self._stores(trainer):
             store.allow_reads()
 
-    def _stores(self, trainer: Any) -> Iterator[HostStates]:
+    def _stores(self, trainer: Trainer) -> Iterator[HostStates]:
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Streamed):
                 yield optimizer.host_states
 
 
-def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+def _backward(self: Any, loss: Tensor, *args: object, **kwargs: object) -> None:
     """Run the module's backward pass and move gradients to CPU memory. Reading ``parameter.grad`` is then refused."""
     stores = [o.host_states for o in self.trainer.optimizers if isinstance(o, Streamed)]
     gradients = [store.gradients for store in stores if store.gradients is not None]
@@ -168,13 +169,13 @@ def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         one.reads.start(one.arrived(), names)
 
 
-def _main_params(self: Any, optimizer: Any) -> Iterator[Tensor]:
+def _main_params(self: nn.Module, optimizer: Any) -> Iterator[Tensor]:
     """Return the tensors whose gradients Lightning clips: for each parameter the tensor that holds its gradient."""
     away = optimizer.host_states.gradients.arrived()
     return (away.get(p, p) for p in inner_method(self, "main_params", _main_params)(optimizer))
 
 
-def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+def _zero_grad(self: LightningModule, *args: object, **kwargs: object) -> None:
     """Run the module's own ``optimizer_zero_grad``, and then remove the gradients in CPU memory that it removed."""
     gradients = [o.host_states.gradients for o in self.trainer.optimizers if isinstance(o, Streamed)]
     away: dict[Tensor, Tensor] = {}  # parameter -> tensor in CPU memory that holds its gradient

@@ -14,6 +14,7 @@ of tied embeddings comes from both ends of the network, and is freed only when t
 
 from typing import Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -110,7 +111,7 @@ class OptimizerInBackward(OptimizerHooks, Technique):
             details={"gradient_bytes": total, "largest_layer_bytes": max(layers)},
         )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrap the module's methods that would read gradients after the backward pass."""
         wrap_method(pl_module, "backward", _backward)
         if zeroes_by_hand(pl_module):
@@ -120,10 +121,12 @@ class OptimizerInBackward(OptimizerHooks, Technique):
         if trainer.gradient_clip_val:
             wrap_method(pl_module, "configure_gradient_clipping", _clipped_already)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._check_accumulation(trainer)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         for optimizer in _steps_of(trainer):
             if 0 < len(optimizer.in_backward.stepped) == optimizer.in_backward.late:
                 raise ConfigurationError(
@@ -132,7 +135,7 @@ class OptimizerInBackward(OptimizerHooks, Technique):
                     "optimizer.step(closure=optimizer_closure)"
                 )
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for optimizer in _steps_of(trainer):  # a later run with the same optimizer may clip or accumulate
             optimizer.in_backward.on = False
         unwrap_method(pl_module, "backward", _backward)
@@ -140,7 +143,7 @@ class OptimizerInBackward(OptimizerHooks, Technique):
         unwrap_method(pl_module, "configure_gradient_clipping", _clipped_already)
         super().teardown(trainer, pl_module, stage)
 
-    def _check_accumulation(self, trainer: Any) -> None:
+    def _check_accumulation(self, trainer: Trainer) -> None:
         if trainer.accumulate_grad_batches != 1:
             raise ConflictError(
                 f"OptimizerInBackward: with accumulate_grad_batches={trainer.accumulate_grad_batches}, all gradients "
@@ -157,7 +160,7 @@ def _steps_of(trainer: Any) -> list[InBackward]:
     return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, InBackward)]
 
 
-def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+def _backward(self: Any, loss: Tensor, *args: object, **kwargs: object) -> None:
     """Run the module's backward pass, and then refuse reads of gradients, which are gone."""
     inner_method(self, "backward", _backward)(loss, *args, **kwargs)
     if accumulates(self.trainer):
@@ -167,7 +170,7 @@ def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         optimizer.in_backward.refuse_reads(names)
 
 
-def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+def _zero_grad(self: LightningModule, *args: object, **kwargs: object) -> None:
     """Run the module's own ``optimizer_zero_grad``, and raise if it keeps a gradient."""
     gone = [p for optimizer in _steps_of(self.trainer) for p in optimizer.in_backward.earlier]
     if kept_by(lambda: inner_method(self, "optimizer_zero_grad", _zero_grad)(*args, **kwargs), gone):
@@ -177,5 +180,5 @@ def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         )
 
 
-def _clipped_already(self: Any, *_: object, **__: object) -> None:
+def _clipped_already(self: LightningModule, *_: object, **__: object) -> None:
     """Do nothing: each gradient has been clipped before the step of its parameter."""

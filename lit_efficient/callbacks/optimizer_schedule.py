@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
@@ -73,18 +74,18 @@ class OptimizerSchedule(Technique):
         self._steps = 0  # number of steps until the end value is reached
         self._run: list[Any] = []  # max_steps and max_epochs of the run for which the steps were counted
         self._decays: list[list[float]] = []  # weight decay of each optimizer's groups, as a share of the largest
-        self._expected: dict[int, list[dict[str, Any]]] = {}  # settings of the next step, by the optimizer's id
+        self._expected: dict[int, list[dict[str, object]]] = {}  # settings of the next step, by the optimizer's id
         self._reads: ReadBack | None = None
         self._largest = 1.0  # the largest weight decay before the first step, or 1 if no group has any
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             # A checkpoint restores its own values later.
             self._decays = []
             self._run = []
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._reads is not None:
             self._reads.stop()
             self._reads = None
@@ -98,7 +99,7 @@ class OptimizerSchedule(Technique):
                 parts.append(f"{name} {ends[0]:g} to {ends[1]:g}")
         return Report(", ".join(parts))
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the steps of the run, before other callbacks change the accumulation.
 
         Raises:
@@ -119,7 +120,7 @@ class OptimizerSchedule(Technique):
         self._steps = max(1, steps_of("OptimizerSchedule", "until", self.until, int(total)))
         self._run = run
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the groups.
 
         Raises:
@@ -152,7 +153,7 @@ class OptimizerSchedule(Technique):
                     "cycle_momentum=False, or leave out momentum"
                 )
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Set the values of the next step, before the backward pass, in which some optimizers step."""
         left = decay_factor(self._progress(trainer, pl_module), self.shape)
         for optimizer, decays in zip(trainer.optimizers, self._decays, strict=True):
@@ -166,7 +167,7 @@ class OptimizerSchedule(Technique):
                 _set_momentum(optimizer, _between(self.momentum, left))
             self._expected[id(optimizer)] = [_settings(group) for group in optimizer.param_groups]
 
-    def _differs(self, module: Any, optimizer: Optimizer, step: int) -> str | None:
+    def _differs(self, module: nn.Module, optimizer: Optimizer, step: int) -> str | None:
         """Return a sentence if the optimizer steps with other settings than those that were set."""
         for group, expected in zip(optimizer.param_groups, self._expected.get(id(optimizer), [])):
             for name, used in _settings(group).items():
@@ -177,7 +178,7 @@ class OptimizerSchedule(Technique):
                     )
         return None
 
-    def _progress(self, trainer: Any, module: Any) -> float:
+    def _progress(self, trainer: Trainer, module: LightningModule) -> float:
         """Return the current step as a share of the steps until the end value.
 
         With manual optimization, several optimizers may step for each batch. ``global_step`` counts all of these steps,
@@ -208,10 +209,12 @@ def _between(ends: Sequence[float], left: float) -> float:
 
 def _decay(group: dict[str, Any]) -> float:
     """Return the weight decay of a group, which is 0 if the group has no parameters."""
-    return float(group.get("weight_decay", 0.0)) if group["params"] else 0.0
+    if group["params"]:
+        return float(group.get("weight_decay", 0.0))
+    return 0.0
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def _settings(group: dict[str, Any]) -> dict[str, object]:
     """Return the settings of a group that a schedule may set."""
     settings: dict[str, Any] = {}
     for name in ("weight_decay", "momentum"):
@@ -222,7 +225,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return ", ".join(f"{number:.4g}" for number in (value if isinstance(value, tuple) else (value,)))
 
 

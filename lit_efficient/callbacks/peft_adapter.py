@@ -15,6 +15,7 @@ names. This package's ``LoRA`` and ``IA3`` keep names. Functions for any network
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lit_efficient.declaration import Phase, Report, format_bytes
@@ -86,7 +87,7 @@ class PeftAdapter(AdapterTechnique):
         check_installed("PeftAdapter", "peft")
         check_number("PeftAdapter", "seed", seed, least=0, whole=True)
         several = _holds_several(config)
-        named: dict[str, Any] = dict(config) if several else {"default": config}
+        named: dict[str, object] = dict(config) if several else {"default": config}
         self._folders: dict[str, str] = {}
         self._configs = {name: self._options(name, one) for name, one in named.items()}
         self.config = self._configs if several else self._configs["default"]
@@ -104,7 +105,7 @@ class PeftAdapter(AdapterTechnique):
         self.save_base = save_base
         self.seed = seed
 
-    def _options(self, name: str, config: Any) -> dict[str, Any]:
+    def _options(self, name: str, config: object) -> dict[str, Any]:
         """Return the fields of one adapter. Fields that are given take precedence over those of its folder."""
         if not isinstance(config, Mapping) and not hasattr(config, "peft_type"):
             raise refusal("PeftAdapter", "config", _FIELDS, config)
@@ -120,7 +121,7 @@ class PeftAdapter(AdapterTechnique):
         peft_config(options)
         return options | {"peft_type": str(options["peft_type"]).upper()}
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if trainer.precision in ("bf16-true", "16-true"):
             for network in networks(pl_module):
@@ -129,7 +130,7 @@ class PeftAdapter(AdapterTechnique):
     def transform(self, module: nn.Module) -> Report:
         place = network_of(module) if self.network is None else self.network
         try:
-            root: Any = module.get_submodule(place)
+            root = module.get_submodule(place)
         except AttributeError as error:
             names = [name for name, _ in module.named_children()]
             raise refusal("PeftAdapter", "network", f"a dotted name in the module, such as {names}", place) from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report, format_bytes
@@ -100,7 +101,7 @@ class PowerEMA(Technique):
             details={"average_bytes": size},
         )
 
-    def _folder(self, trainer: Any) -> Path:
+    def _folder(self, trainer: Trainer) -> Path:
         if self.dirpath:
             return Path(self.dirpath)
         return Path(trainer.log_dir or trainer.default_root_dir) / "snapshots"
@@ -129,13 +130,13 @@ class PowerEMA(Technique):
         if self._updates % self.snapshot_every_n_steps == 0:
             self._write(trainer)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write a snapshot of the last step, for which averages are usually built."""
         if self._updates and self._updates % self.snapshot_every_n_steps:
             self._write(trainer)
         self._parameters = {}
 
-    def _write(self, trainer: Any) -> None:
+    def _write(self, trainer: Trainer) -> None:
         self._steps = [step for step in self._steps if step < self._updates] + [self._updates]
         run = [Snapshot(step, sigma_rel) for step in self._steps for sigma_rel in self.sigma_rels]
         for sigma_rel, average in zip(self.sigma_rels, self._averages):

@@ -13,6 +13,7 @@ The code that turns the n embeddings into keys and values is in :mod:`lit_effici
 
 from typing import Any, ClassVar
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
@@ -80,7 +81,7 @@ class PromptTuning(VirtualTokens):
     ) -> None:
         super().__init__(num_virtual_tokens, init, init_tokens, init_text, tokenizer, save_base, seed)
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         traits = traits_of(trainer.strategy)
         if traits.shards and not traits.is_zero:
             raise ConflictError(
@@ -117,14 +118,14 @@ class PromptTuning(VirtualTokens):
             decoder.prompt_tuning.prompt_embeddings.detach(), embeddings(decoder).weight.detach()
         )
         # The tokenizer of a language model may be read only if it has a state.
-        tokenizer: Any = getattr(module, "tokenizer_state", None) and getattr(module, "tokenizer", None)
+        tokenizer = getattr(module, "tokenizer_state", None) and getattr(module, "tokenizer", None)
         if tokenizer is None and self.tokenizer is not None:
             tokenizer = tokenizer_at(self.tokenizer, "PromptTuning")
         if tokenizer is None:
             return tokens
         return [tokenizer.decode([token]) for token in tokens]
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the tokens that are most similar to the virtual tokens."""
         if all(p.numel() for p in pl_module.parameters()):  # with DeepSpeed's stage 3 the parameters are empty
             with diagnostic("PromptTuning", "the virtual tokens"):

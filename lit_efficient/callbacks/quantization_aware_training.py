@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
@@ -171,19 +172,19 @@ class QuantizationAwareTraining(CheckpointHooks, Technique):
             details={"left": len(left)},
         )
 
-    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: object, batch_idx: int) -> None:
         if not self._first_step_checked:
             for name, part in pl_module.named_modules():
                 if isinstance(part, _RoundedLinear):
                     mix_in(part, _WatchesWeight, qat_name=name)
 
-    def on_after_backward(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: nn.Module) -> None:
         if not self._first_step_checked:
             self._first_step_checked = True
             for part in pl_module.modules():
                 mix_out(part, _WatchesWeight)
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_after_backward(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 

@@ -99,7 +99,7 @@ class QuantizeBase(CheckpointHooks, Technique):
         # Layers that were quantised while files were read, with the number of bytes and of weights before.
         self._early: list[tuple[nn.Module, int, int]] = []
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         """Refuse int8 with FSDP2: bitsandbytes stores its scales on the parameter, which sharding replaces."""
         traits = traits_of(trainer.strategy)
         if self.format == "int8" and traits.shards:
@@ -173,7 +173,7 @@ class QuantizeBase(CheckpointHooks, Technique):
         read = {*read_elsewhere(module), *cast_to(module)}
         return [n for n, part in module.named_modules() if n in read and _is_linear(part) and not self._skips(n)]
 
-    def _quantized(self, linear: Any, device: torch.device | None = None) -> Any:
+    def _quantized(self, linear: nn.Module, device: torch.device | None = None) -> Any:
         return quantize_linear(
             linear, self.format, double_quant=self.double_quant, group_size=self.group_size, device=device
         )
@@ -181,7 +181,7 @@ class QuantizeBase(CheckpointHooks, Technique):
     def _candidates(self, module: nn.Module, read: list[str], prefix: str = "") -> list[tuple[str, Any]]:
         """Return the names and modules of the layers to quantise; ``prefix`` is the name of ``module`` itself."""
         uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
-        found: list[tuple[str, Any]] = []
+        found: list[tuple[str, object]] = []
         for name, part in module.named_modules():
             if not name or name in read or not _is_linear(part) or is_quantized(part):
                 continue

@@ -192,7 +192,7 @@ class RankWatch(Callback, ChecksTypes, TrainerOnly):
         os._exit(_EXIT_CODE)
 
 
-def _save_checkpoint(self: Any, *arguments: Any, **named: Any) -> None:
+def _save_checkpoint(self: Any, *arguments: object, **named: object) -> None:
     """Wrap of ``trainer.save_checkpoint`` that reports the call, because all processes wait for each other in it."""
     for one in self.callbacks:
         if isinstance(one, RankWatch):

@@ -97,7 +97,10 @@ def find_head(module: nn.Module, at: str = "auto") -> str:
     getters: list[Any] = [getattr(part, "get_classifier", None) for part in outside.values()]
     classifiers = [getter() for getter in getters if getter is not None]
     if classifiers:
-        chosen = classifiers[0] if isinstance(classifiers[0], tuple | list) else [classifiers[0]]
+        if isinstance(classifiers[0], tuple | list):
+            chosen = classifiers[0]
+        else:
+            chosen = [classifiers[0]]
         return _only([name for name, part in layers.items() if any(part is c for c in chosen)], "timm names", module)
     heads: list[str] = []
     for name in outside:
@@ -182,7 +185,7 @@ class ReplaceHead(OptimizerHooks, CheckpointHooks, Technique):
 
     adapters = trains
 
-    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
+    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: nn.Module) -> None:
         for name, part in module.named_modules():
             if not isinstance(part, NewLayer):
                 continue
@@ -249,7 +252,9 @@ def _size_attribute(layer: nn.Module) -> str:
 
 
 def _parameter(values: Tensor, like: Tensor, wide: bool) -> nn.Parameter:
-    dtype = torch.promote_types(like.dtype, torch.float32) if wide else like.dtype
+    dtype = like.dtype
+    if wide:
+        dtype = torch.promote_types(like.dtype, torch.float32)
     return nn.Parameter(values.to(like.device, dtype))
 
 
@@ -281,7 +286,7 @@ def _update_sizes(module: nn.Module, name: str, old: int, new: int) -> None:
     owner = name
     while owner:
         owner = owner.rpartition(".")[0]
-        part: Any = module.get_submodule(owner)
+        part = module.get_submodule(owner)
         for holder in (part, getattr(part, "config", None)):
             for attribute in ("num_labels", "num_classes"):
                 value = getattr(holder, attribute, None)

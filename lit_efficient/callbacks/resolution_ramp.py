@@ -143,16 +143,16 @@ class ResolutionRamp(BatchChanges):
     def describe(self, module: nn.Module) -> Report:
         return Report(f"sides times {self.start:g} at first, full size after {self._delay + self._steps} steps")
 
-    def change(self, batch: Any, step: int) -> Any:
+    def change(self, batch: object, step: int) -> Any:
         scale = ramped(step, self.start, 1.0, self._steps, self._delay)
         if scale >= 1:
             return batch
         return self.scaled(batch, scale)
 
-    def scaled(self, batch: Any, scale: float) -> Any:
+    def scaled(self, batch: object, scale: float) -> Any:
         """Return a batch with resized images. Override this method for batches with another layout."""
         images = [tensor for tensor in tensors_in(batch) if _is_image(tensor)]
-        named: Mapping[str, Any] = {}
+        named: Mapping[str, object] = {}
         if isinstance(batch, Mapping):
             named = batch
         if not images or "latents" in named or any(named.get("mean") is image for image in images):

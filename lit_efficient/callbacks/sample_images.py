@@ -114,7 +114,7 @@ class SampleImages(ChecksTypes, AskedEarly, Callback):
         self._validations = state_dict["validations"]
 
 
-def _log(trainer: Trainer, picture: Any, path: Path) -> None:
+def _log(trainer: Trainer, picture: object, path: Path) -> None:
     import numpy as np
     from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 

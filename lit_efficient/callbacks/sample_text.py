@@ -126,7 +126,7 @@ class SampleText(ChecksTypes, AskedEarly, Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

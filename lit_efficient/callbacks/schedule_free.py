@@ -126,7 +126,7 @@ def _switch(trainer: Trainer, training: bool) -> None:
             optimizer.eval()
 
 
-def _save_averages(self: Any, checkpoint: dict[str, Any]) -> None:
+def _save_averages(self: LightningModule, checkpoint: dict[str, Any]) -> None:
     inner_method(self, "on_save_checkpoint", _save_averages)(checkpoint)
     for optimizer in _schedule_free(self.trainer):
         averages = optimizer.averages()

@@ -97,7 +97,7 @@ class SelectiveBackprop(BatchChanges):
     def describe(self, module: nn.Module) -> Report:
         return Report(f"{self.keep:.0%} of each batch, chosen by loss with the exponent {self.beta:g}")
 
-    def change(self, batch: Any, step: int) -> Any:
+    def change(self, batch: object, step: int) -> Any:
         """Return the chosen samples of a batch, in their order."""
         if self.keep == 1:
             return batch
@@ -120,7 +120,7 @@ class SelectiveBackprop(BatchChanges):
             )
         return chosen
 
-    def _losses(self, batch: Any) -> Tensor:
+    def _losses(self, batch: object) -> Tensor:
         """Return the losses [B] of the samples, or an empty tensor if the step is skipped or a loss is not finite.
 
         The pass changes no random state and logs nothing.

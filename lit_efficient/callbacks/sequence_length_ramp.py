@@ -21,7 +21,7 @@ from lit_efficient.mechanisms.moving import holds_images, rebuilt
 from lit_efficient.mechanisms.ramps import BatchChanges, check_steps, ramped, steps_of
 
 
-def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> Any:
+def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> object:
     """Return a batch with shorter rows: the first ``length`` positions of each row, or all positions in more rows.
 
     Args:
@@ -159,7 +159,7 @@ class SequenceLengthRamp(BatchChanges):
         length = int(ramped(step, self.start, self.end, self._steps))
         return max(self.start, length - length % self.multiple_of)
 
-    def change(self, batch: Any, step: int) -> Any:
+    def change(self, batch: object, step: int) -> Any:
         length = self.length_at(step)
         ids = self._ids(batch)  # also without a limit, to check the batch
         if length is None:
@@ -196,7 +196,10 @@ class SequenceLengthRamp(BatchChanges):
         except (KeyError, IndexError, TypeError, ValueError):
             found = None
         if not isinstance(found, Tensor) or found.ndim < 2:
-            held = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            if isinstance(batch, Mapping):
+                held = ", ".join(map(str, batch))
+            else:
+                held = f"a {type(batch).__name__}"
             raise ConfigurationError(
                 f"SequenceLengthRamp: of={self.of!r} is no tensor [B, T] of a batch with {held}. Set of to the tokens"
             )
@@ -212,7 +215,7 @@ def _named(batch: Any, end: str, ndim: int) -> list[Tensor]:
     return [v for key, v in batch.items() if isinstance(v, Tensor) and v.ndim == ndim and str(key).endswith(end)]
 
 
-def _has_targets(batch: Any) -> bool:
+def _has_targets(batch: object) -> bool:
     """Return whether each tensor of labels has a token that contributes to the loss. True without labels."""
     found = _named(batch, "shift_labels", 2) or _named(batch, "labels", 2)
     return all(bool((labels != IGNORE).any()) for labels in found)

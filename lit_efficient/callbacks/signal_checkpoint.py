@@ -77,7 +77,7 @@ class SignalCheckpoint(Callback, ChecksTypes, TrainerOnly):
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}  # handlers to restore; empty if none of this callback is installed
         self._listens = False  # True if handlers of all signals are installed
-        self._own_handlers: dict[int, list[Callable[[int, FrameType | None], Any]]] = {}
+        self._own_handlers: dict[int, list[Callable[[int, FrameType | None], object]]] = {}
         self._group: Any = None
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -234,7 +234,7 @@ class SignalCheckpoint(Callback, ChecksTypes, TrainerOnly):
             raise SystemExit(128 + number)
 
 
-def _handlers_of_the_user(handler: Any, trainer: Trainer) -> list[Callable[[int, FrameType | None], Any]]:
+def _handlers_of_the_user(handler: object, trainer: Trainer) -> list[Callable[[int, FrameType | None], object]]:
     """Return the handlers that users have installed, without Python's default handlers and Lightning's notifier.
 
     The notifier broadcasts from inside the signal handler, so processes that are in another collective would hang.

@@ -94,7 +94,7 @@ class SNRWeighting(LossHooks, Technique):
             summary += ", in the call of F.mse_loss"
         return Report(summary)
 
-    def sample_weights(self, output: Mapping[str, Any], module: nn.Module) -> Tensor:
+    def sample_weights(self, output: Mapping[str, object], module: nn.Module) -> Tensor:
         levels = _log_snr(output, module)
         spread = float(getattr(getattr(module, "process", None), "sigma_data", 1.0))
         return snr_weight(levels, self.rule, self.gamma, self._prediction_of(module), self.zero_snr, spread)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
@@ -106,7 +107,7 @@ class SpikeGuard(GradientHooks, Technique):
         self._restored_losses: list[Tensor] = []  # the same, from a checkpoint
         self._kept: dict[str, Any] = {}  # the last good state, its step, and the step of the next copy
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         traits = traits_of(trainer.strategy)
         if traits.dtensors and self.action == "rewind":
             raise ConflictError(
@@ -115,12 +116,15 @@ class SpikeGuard(GradientHooks, Technique):
             )
 
     def describe(self, module: nn.Module) -> Report:
-        action = "skips the step" if self.action == "skip" else "returns to the last good state"
+        if self.action == "skip":
+            action = "skips the step"
+        else:
+            action = "returns to the last good state"
         return Report(
             f"{action} at more than {self.sigmas:g} deviations above the mean of the last {self.window} steps"
         )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._losses = [loss.to(trainer.strategy.root_device) for loss in self._restored_losses]
         self._restored_losses = []
         if self.action == "rewind" and len(trainer.optimizers) != 1:
@@ -129,7 +133,7 @@ class SpikeGuard(GradientHooks, Technique):
                 f"{len(trainer.optimizers)}. Use action='skip'"
             )
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._losses.append(loss.detach())
 
     def change_gradients(self, gradients: dict[Tensor, Tensor], optimizer: Optimizer, module: Any) -> None:
@@ -164,13 +168,13 @@ class SpikeGuard(GradientHooks, Technique):
         for logger in trainer.loggers:
             logger.log_metrics({"spikes": float(self.spikes)}, step=logged_step(trainer))
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.spikes:
             rank_zero_info(f"SpikeGuard: {self.spikes} spikes in {trainer.global_step} steps")
 
     def state_dict(self) -> dict[str, Any]:
         history = {key: list(values) for key, values in self._history.items()}
-        state: dict[str, Any] = {
+        state: dict[str, object] = {
             "history": history,
             "spikes": self.spikes,
             "consecutive": self._consecutive,
@@ -188,7 +192,9 @@ class SpikeGuard(GradientHooks, Technique):
         self._kept = state_dict["kept"] if self.action == "rewind" else {}
         self._restored_losses = list(state_dict.get("losses", ()))
 
-    def _values(self, gradients: dict[Tensor, Tensor], module: Any, optimizer: Optimizer) -> dict[str, float]:
+    def _values(
+        self, gradients: dict[Tensor, Tensor], module: LightningModule, optimizer: Optimizer
+    ) -> dict[str, float]:
         """Return the loss and the gradient norm of the step, if they exist. They are the same on all processes."""
         trainer = module.trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -196,7 +202,9 @@ class SpikeGuard(GradientHooks, Technique):
         found: dict[str, Tensor] = {}
         if self._losses:
             # Lightning has divided each loss by the number of micro-batches, and the scaler has scaled it.
-            divisor = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            divisor = 1
+            if module.automatic_optimization:
+                divisor = trainer.accumulate_grad_batches
             found["loss"] = torch.stack([loss.float() for loss in self._losses]).mean() * (divisor / scale)
             self._losses = []
         norm = gradient_norm(gradients.values())
@@ -244,7 +252,7 @@ class SpikeGuard(GradientHooks, Technique):
             optimizer.train()  # type: ignore[attr-defined]
 
 
-def _counts(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+def _counts(optimizer: Optimizer, group: dict[str, object]) -> dict[str, object]:
     """Return the numbers of a group that steps change, such as step counts.
 
     These are the numbers that are no arguments of the optimizer. Arguments, such as the rate, belong to the schedule.

@@ -44,10 +44,10 @@ def drop_block(
     block: Callable[..., Stream],
     x: Stream,
     rate: float,
-    *args: Any,
+    *args: object,
     parameters: Iterable[Tensor] = (),
     drop: bool | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Stream:
     """Skip a residual block for the whole batch with probability ``rate``. Otherwise scale its residual up.
 
@@ -86,7 +86,7 @@ def drop_block(
 
 
 def drop_rows(
-    block: Callable[..., Stream], x: Stream, rate: float, *args: Any, rows: Tensor | None = None, **kwargs: Any
+    block: Callable[..., Stream], x: Stream, rate: float, *args: object, rows: Tensor | None = None, **kwargs: object
 ) -> Stream:
     """Run a residual block on a random subset of the batch's rows. The other rows pass unchanged.
 
@@ -232,7 +232,7 @@ class _Droppable(nn.Module):
             kwargs = without_cache(kwargs)
         x, rest, keywords = streams.take(args, kwargs)
 
-        def run(x: tuple[Tensor, ...], *rest: Any, **keywords: Any) -> tuple[Tensor, ...]:
+        def run(x: tuple[Tensor, ...], *rest: object, **keywords: object) -> tuple[Tensor, ...]:
             positional, keywords = streams.put(x, rest, keywords)
             y = streams.unpack(block(*positional, **keywords))
             _check_shapes(x, y, f"block {self._drop_name!r}")

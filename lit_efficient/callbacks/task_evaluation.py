@@ -5,7 +5,6 @@ Source: https://github.com/EleutherAI/lm-evaluation-harness
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -79,11 +78,11 @@ class TaskEvaluation(ChecksTypes, AskedEarly, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the tasks and the network before the first step."""
         self._last = trainer.global_step
-        network: Any = pl_module.network
+        network = pl_module.network
         self._harness.prepared("TaskEvaluation", network)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         step = trainer.global_step
         if self.every_n_steps is not None and step != self._last and step % self.every_n_steps == 0:
@@ -97,7 +96,7 @@ class TaskEvaluation(ChecksTypes, AskedEarly, Callback):
             for name, value in self._evaluate(pl_module).items():
                 pl_module.log(name, value, sync_dist=True)  # the same in all processes; it avoids a warning
 
-    def _evaluate(self, pl_module: Any) -> dict[str, float]:
+    def _evaluate(self, pl_module: LightningModule) -> dict[str, float]:
         tokenizer = of_transformers(pl_module.tokenizer)
         stop = (getattr(pl_module, "tokenizer_state", None) or {}).get("stop", ())
         found = self._harness.run("TaskEvaluation", pl_module.network, tokenizer, stop, errors=False)

@@ -58,7 +58,7 @@ class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
         self._unit = "tokens"
         self._rate: float | None = None
         self._loss: Any = None
-        self._printed: dict[str, Any] = {}  # latest printed value of each metric
+        self._printed: dict[str, object] = {}  # latest printed value of each metric
 
     @property
     def is_disabled(self) -> bool:
@@ -87,18 +87,21 @@ class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
         self._counted = 0
         self._rate = None
 
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, *_: object) -> None:
         self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
         with diagnostic("ThroughputBar", f"the batch, a {type(batch).__name__},"):
             count, self._unit = count_batch(batch)
             self._counted += count * readers(trainer)
         before = self._position
         self._position, _ = run_position(trainer, batch_idx + 1)
-        self._loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(outputs, Mapping):
+            self._loss = outputs.get("loss")
+        else:
+            self._loss = outputs
         if self.is_enabled and self._due(before, batch_idx + 1):
             self._refresh(trainer, pl_module)
 

@@ -19,8 +19,9 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import in_order, techniques_of
@@ -77,7 +78,7 @@ class ThroughputMeter(RunFigures):
         self._before = 0  # bytes on the device before the batch
         self._activations = 0  # bytes on the device that the forward pass added
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self.flops = None
         self.figures = {}
@@ -88,13 +89,13 @@ class ThroughputMeter(RunFigures):
         self._seconds = 0.0
         self._seconds_waited = 0.0
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop_counting(trainer)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop_counting(trainer)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self.count_flops and self._left and self._tries < _TRIES:
             with diagnostic("ThroughputMeter", f"the batch, a {type(batch).__name__},"):
@@ -108,19 +109,21 @@ class ThroughputMeter(RunFigures):
         self._before = _allocated(trainer)
         self._activations = 0
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._activations = max(self._activations, _allocated(trainer) - self._before)
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._activations = max(self._activations, _allocated(trainer) - self._before)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._logs(trainer):
             with diagnostic("ThroughputMeter", "the memory of gradients"):
                 self._gradients = held_bytes(parameter.grad for parameter in pl_module.parameters())
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         meter = self._stop_counting(trainer)
         if meter is not None and meter.sums:
             with diagnostic("ThroughputMeter", "the operations of a step"):
@@ -129,7 +132,7 @@ class ThroughputMeter(RunFigures):
             self._tries += 1
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def _add_counts(self, trainer: Any, module: Any, meter: FlopMeter, batch: Any) -> None:
+    def _add_counts(self, trainer: Trainer, module: LightningModule, meter: FlopMeter, batch: object) -> None:
         """Take over the operations that were counted in a step, and report them after the last counted step."""
         amount, unit = measure(batch)
         if self._so_far is not None:
@@ -146,7 +149,7 @@ class ThroughputMeter(RunFigures):
         if not self._left:
             self._report(trainer, meter, unit, amount)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._so_far is not None:  # the run has ended before the last step to count
             meter, amount = self._so_far
             self._report(trainer, meter, self._unit, amount)
@@ -189,7 +192,7 @@ class ThroughputMeter(RunFigures):
         self._by_type = Counter({getattr(torch, name): count for name, count in state_dict["by_type"].items()})
         self._techniques = state_dict.get("techniques")
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         techniques = [technique.record() for technique in in_order(techniques_of(trainer))]
         if self._techniques not in (None, techniques):  # a step with other techniques computes something else
@@ -197,10 +200,10 @@ class ThroughputMeter(RunFigures):
             self._left = _steps_to_count(trainer)
         self._techniques = techniques
 
-    def _watches(self, trainer: Any) -> bool:
+    def _watches(self, trainer: Trainer) -> bool:
         return True
 
-    def _more(self, trainer: Any, seconds: float) -> dict[str, float]:
+    def _more(self, trainer: Trainer, seconds: float) -> dict[str, float]:
         module = trainer.lightning_module
         device = trainer.strategy.root_device
         values = {f"{self._unit}_per_second_padded": self._amount.positions * readers(trainer) / seconds}
@@ -238,7 +241,7 @@ class ThroughputMeter(RunFigures):
         self.figures = {"data_wait": min(self._waited / seconds, 1.0), **values}
         return values
 
-    def _stop_counting(self, trainer: Any) -> FlopMeter | None:
+    def _stop_counting(self, trainer: Trainer) -> FlopMeter | None:
         meter = self._meter
         self._meter = None
         unwatch(trainer, self._counting)
@@ -253,7 +256,7 @@ class ThroughputMeter(RunFigures):
             stack.enter_context(self._meter)
         return stack
 
-    def _report(self, trainer: Any, meter: FlopMeter, unit: str, amount: Amount) -> None:
+    def _report(self, trainer: Trainer, meter: FlopMeter, unit: str, amount: Amount) -> None:
         assert self.flops is not None
         model = self.flops.model(amount)
         hardware = self.flops.hardware(amount)
@@ -269,19 +272,19 @@ class ThroughputMeter(RunFigures):
         rank_zero_info(f"ThroughputMeter: {text}")
 
 
-def _steps_to_count(trainer: Any) -> int:
+def _steps_to_count(trainer: Trainer) -> int:
     draws = any(Trait.DRAWS_WORK in technique.traits for technique in techniques_of(trainer))
     return _DRAWS if draws else 1
 
 
-def _trained(module: Any) -> int:
+def _trained(module: nn.Module) -> int:
     """Return the number of elements of the parameters that require a gradient."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _optimizer_states(trainer: Any) -> list[Any]:
+def _optimizer_states(trainer: Trainer) -> list[object]:
     """Return the values in the states of all optimizers."""
-    values: list[Any] = []
+    values: list[object] = []
     for optimizer in trainer.optimizers:
         for state in getattr(optimizer, "state", {}).values():  # wrappers of other packages may have no state
             if isinstance(state, dict):
@@ -289,7 +292,7 @@ def _optimizer_states(trainer: Any) -> list[Any]:
     return values
 
 
-def _allocated(trainer: Any) -> int:
+def _allocated(trainer: Trainer) -> int:
     """Return the bytes that an accelerator's allocator has given to tensors, or 0 on a CPU."""
     device = trainer.strategy.root_device
     if device.type == "cpu":

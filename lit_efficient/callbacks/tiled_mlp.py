@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -52,7 +53,7 @@ class _Tiled(nn.Module):
     _tile: int  # number of tokens in a tile
     _tiled: bool  # True once a training step had more tokens than a tile
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         forward = super().forward
         inputs = [*args, *kwargs.values()]
         x = inputs[0] if len(inputs) == 1 else None
@@ -63,7 +64,9 @@ class _Tiled(nn.Module):
         )  # only the name: checkpoints keep this function, and args would keep all of x
 
         def forward_tile(tile: Tensor) -> Tensor:
-            return forward(tile) if keyword is None else forward(**{keyword: tile})
+            if keyword is None:
+                return forward(tile)
+            return forward(**{keyword: tile})
 
         if not torch.is_grad_enabled():
             return tiled(forward_tile, x, self._tile)
@@ -122,7 +125,9 @@ class TiledMLP(Technique):
             details={"tokens": largest, "bytes_per_token_saved": saved},
         )
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Warn after the first batch if no MLP was tiled."""
         if self._checked:
             return

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ class _Padded(Saves, Loads, nn.Module):
 
 
 class _PaddedHead(_Padded):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return super().forward(*args, **kwargs)[..., : self._rows]
 
 
@@ -91,7 +92,7 @@ class Tiling(CheckpointHooks, Technique):
         self.pad_vocabulary = pad_vocabulary
         self._batch_checked = False
 
-    def check(self, trainer: Any, module: Any) -> None:
+    def check(self, trainer: Any, module: nn.Module) -> None:
         traits = traits_of(trainer.strategy)
         if self.pad_vocabulary is not None and traits.shards:
             raise ConflictError(
@@ -124,12 +125,12 @@ class Tiling(CheckpointHooks, Technique):
         for tensors, name, (rows, _) in _padded_entries(module, checkpoint):
             tensors[name] = tensors[name][:rows]
 
-    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
+    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: LightningModule) -> None:
         for tensors, name, (rows, size) in _padded_entries(module, checkpoint):
             if tensors is not checkpoint["state_dict"] and len(tensors[name]) == rows:
                 tensors[name] = _pad(tensors[name], size)
 
-    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         for name, part in pl_module.named_modules():
             if isinstance(part, _Padded) and {n for n, _ in part.named_parameters()} != set(part._plain):
@@ -138,14 +139,14 @@ class Tiling(CheckpointHooks, Technique):
                     "checkpoint. Choose other targets for the adapter, or leave out pad_vocabulary"
                 )
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Report whether the first batch's number of samples or tokens is bad: products have as many rows."""
         if self._batch_checked:
             return
         with diagnostic("Tiling", f"the first batch, a {type(batch).__name__},"):
             self._report_rows(batch)
 
-    def _report_rows(self, batch: Any) -> None:
+    def _report_rows(self, batch: object) -> None:
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         if not tensors:
             return
@@ -209,7 +210,7 @@ def _pad_vocabularies(module: nn.Module, multiple: int) -> tuple[tuple[str, ...]
 
 
 def _padded_entries(
-    module: nn.Module, checkpoint: Mapping[str, Any]
+    module: nn.Module, checkpoint: Mapping[str, object]
 ) -> Iterator[tuple[dict[str, Any], str, tuple[int, int]]]:
     """Yield the places of padded parameters' tensors in a checkpoint.
 
@@ -223,7 +224,7 @@ def _padded_entries(
         if isinstance(part, _Padded):
             for name, parameter in part.named_parameters(recurse=False):
                 sizes[f"{prefix}.{name}".lstrip(".")] = (part._rows, len(parameter))
-    dicts: list[Any] = [checkpoint.get("state_dict"), checkpoint.get("callbacks")]
+    dicts: list[object] = [checkpoint.get("state_dict"), checkpoint.get("callbacks")]
     while dicts:
         found = dicts.pop()
         if isinstance(found, dict):

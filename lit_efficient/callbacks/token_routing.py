@@ -10,7 +10,7 @@ Costs: a gather and a scatter of tokens per block; with ``sprint`` 2 width^2 + w
 Source: Krause et al. (2025), https://arxiv.org/abs/2501.04765; SPRINT: Park et al. (2025), https://arxiv.org/abs/2510.21986
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any, ClassVar
 
@@ -152,7 +152,7 @@ class _Routed(nn.Module):
             return None
         return self._route.kept.get(self._route_name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         block = super().forward
         route = self._route
         routes = self.training and route.open and route.rate > 0
@@ -189,7 +189,9 @@ class _Routed(nn.Module):
 
 
 @torch.compiler.disable
-def _axes_of(block: _Routed, forward: Any, args: Any, kwargs: Any) -> TokenAxes:
+def _axes_of(
+    block: _Routed, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> TokenAxes:
     """Return the arguments that belong to tokens, found once for each set of shapes."""
     shapes = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves((args, kwargs)))
     if shapes not in block._route_axes:
@@ -377,7 +379,7 @@ class TokenRouting(OptimizerHooks, Technique):
                 token_fusion=None,
                 path_left_out=False if self.path_drop else None,
             )
-        last: Any = route[-1][1]
+        last = route[-1][1]
         if fuses:
             width = width_of(module, route[-1][0])
             if width is None:

@@ -17,7 +17,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.application.loss import LossHooks
@@ -44,7 +46,10 @@ def count_tokens(target: Tensor, *, ignore_index: int = -100, shift: bool = Fals
     """
     if shift:
         target = target[..., 1:]
-    contributes = target if target.dtype == torch.bool else target != ignore_index
+    if target.dtype == torch.bool:
+        contributes = target
+    else:
+        contributes = target != ignore_index
     return int(contributes.sum())
 
 
@@ -130,10 +135,12 @@ class TokenWeightedAccumulation(LossHooks, Technique):
             )
 
     def describe(self, module: nn.Module) -> Report:
-        source = f"{_COUNTER}(batch)" if self.count == "auto" and hasattr(module, _COUNTER) else self.count
+        source = self.count
+        if self.count == "auto" and hasattr(module, _COUNTER):
+            source = f"{_COUNTER}(batch)"
         return Report(f"losses are means over all tokens of an optimizer step, counted by {source}")
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if any(hooks_after_accumulation(p) for p in pl_module.parameters()):
             raise ConflictError(
                 "TokenWeightedAccumulation: a parameter has a post-accumulate hook, which uses the gradient before the "
@@ -168,10 +175,10 @@ class TokenWeightedAccumulation(LossHooks, Technique):
         self._batch = (batch_idx, tokens)
         self._complete = False
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._finish(trainer)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unwrap_method(pl_module, "backward", _backward)
         unwrap_method(trainer.strategy, "batch_to_device", _batch_to_device)
         super().teardown(trainer, pl_module, stage)
@@ -182,7 +189,9 @@ class TokenWeightedAccumulation(LossHooks, Technique):
 
     @property
     def batch_factor(self) -> float:  # type: ignore[override]
-        return self._batch[1] / self._reference if self._reference else 1.0
+        if self._reference:
+            return self._batch[1] / self._reference
+        return 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tokens of an open window, or with several processes the reference of the next window.
@@ -195,7 +204,7 @@ class TokenWeightedAccumulation(LossHooks, Technique):
             return {"window": dict(self._window), "reference": self._reference}
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         self._resumed = state_dict
 
     def _scale(self, trainer: Any, loss: Tensor) -> Tensor | None:
@@ -223,17 +232,20 @@ class TokenWeightedAccumulation(LossHooks, Technique):
         if factor != 1:
             scale_gradients((g for o in trainer.optimizers for g in gradients_of(o).values()), factor)
 
-    def _count(self, module: Any, batch: Any) -> int:
+    def _count(self, module: nn.Module, batch: object) -> int:
         if self.count == "auto" and callable(getattr(module, _COUNTER, None)):
             return int(getattr(module, _COUNTER)(batch))
         if self.count.startswith("self."):
             return int(getattr(module, self.count[5:])(batch))
         path = self.count if self.count != "auto" else self._labels_of(batch)
-        target: Any = batch
+        target = batch
         for part in path.split("."):
             target = _member(target, part, path)
         if not isinstance(target, Tensor) or target.is_floating_point():
-            kind = f"{target.dtype} tensor" if isinstance(target, Tensor) else type(target).__name__
+            if isinstance(target, Tensor):
+                kind = f"{target.dtype} tensor"
+            else:
+                kind = type(target).__name__
             raise ConfigurationError(
                 f"TokenWeightedAccumulation: count={path!r} must name labels or a mask (integers or booleans), got a "
                 f"{kind}"
@@ -263,7 +275,7 @@ def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
         foreach_mul_(list(unique.values()), factor)
 
 
-def _backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+def _backward(self: Any, loss: Tensor, *args: object, **kwargs: object) -> None:
     """Run the module's backward pass on the scaled loss, and complete the gradients after the last of a window."""
     technique = next(c for c in self.trainer.callbacks if isinstance(c, TokenWeightedAccumulation))
     scaled = technique._scale(self.trainer, loss)
@@ -283,25 +295,29 @@ def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     return inner_method(self, "batch_to_device", _batch_to_device)(batch, *args, **kwargs)
 
 
-def _sum_over_ranks(trainer: Any, number: int) -> float:
+def _sum_over_ranks(trainer: Trainer, number: int) -> float:
     if trainer.world_size == 1:
         return float(number)
     ours = torch.tensor(number, dtype=torch.int64, device=trainer.strategy.root_device)
     return float(trainer.strategy.reduce(ours, reduce_op="sum"))
 
 
-def _member(batch: Any, part: str, path: str) -> Any:
+def _member(batch: Any, part: str, path: str) -> object:
     try:
         if isinstance(batch, Mapping):
             return batch[part]
-        return batch[int(part)] if isinstance(batch, list | tuple) else getattr(batch, part)
+        if isinstance(batch, list | tuple):
+            return batch[int(part)]
+        return getattr(batch, part)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ConfigurationError(
             f"TokenWeightedAccumulation: count={path!r}: there is no {part!r} in {_contents(batch)}"
         ) from error
 
 
-def _contents(batch: Any) -> str:
+def _contents(batch: object) -> str:
     if isinstance(batch, Mapping):
         return f"a batch with {', '.join(map(str, batch))}"
-    return f"a batch of {len(batch)} parts" if isinstance(batch, list | tuple) else f"a {type(batch).__name__}"
+    if isinstance(batch, list | tuple):
+        return f"a batch of {len(batch)} parts"
+    return f"a {type(batch).__name__}"

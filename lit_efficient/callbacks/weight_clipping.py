@@ -9,9 +9,10 @@ Source: Arjovsky et al. (2017), https://arxiv.org/abs/1701.07875; Elsayed et al.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -66,7 +67,7 @@ class WeightClipping(Technique):
         self.targets = tuple(targets)
         self._names: list[str] | None = None  # names of the matching parameters, from the first step on
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._names = None
 

@@ -179,7 +179,9 @@ class WidthTransfer(OptimizerHooks, Technique):
             summary += f"; {type(optimizer).__name__} has no eps that is compared with gradients"
         return Report(summary)
 
-    def _factors(self, network: Any, width: int, depth: int) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+    def _factors(
+        self, network: nn.Module, width: int, depth: int
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         """Return the factors of rates and eps, and the factors of initial values, by name of a parameter."""
         base_depth = self.base_depth or depth
         if (width, depth) == (self.base_width, base_depth):
@@ -286,7 +288,9 @@ def _at_size(network: Any, width: int, depth: int, heads: str) -> nn.Module:
         return number * width // now
 
     def count(number: int, what: str) -> int:
-        return scaled(number, what) if heads == "grow" else number
+        if heads == "grow":
+            return scaled(number, what)
+        return number
 
     if isinstance(network, GPT):
         sizes: dict[str, Any] = {"dim": width, "depth": depth, "hidden_dim": scaled(config.mlp_dim, "hidden features")}
@@ -311,7 +315,10 @@ def _at_size(network: Any, width: int, depth: int, heads: str) -> nn.Module:
             "its feed-forward layers. Add a method at_width(width, depth) to the network"
         )
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    inner.head_dim = size if heads == "grow" else scaled(size, "features of a head")
+    if heads == "grow":
+        inner.head_dim = size
+    else:
+        inner.head_dim = scaled(size, "features of a head")
     return type(network)(new)
 
 
@@ -357,7 +364,9 @@ def _row_factor(table: Any) -> float:
         rows = table.weight[some].float()
         output = table(some).float()
         factor = float(output.norm() / rows.norm())
-        return factor if torch.allclose(output, factor * rows, rtol=0.05, atol=1e-6) else 1.0
+        if torch.allclose(output, factor * rows, rtol=0.05, atol=1e-6):
+            return factor
+        return 1.0
     except Exception:  # a subclass by a user may need other arguments
         return 1.0
 
@@ -369,7 +378,7 @@ def _adds_one(layer: nn.Module, weight: Tensor) -> bool:
     return bool(layer(torch.arange(len(weight), dtype=weight.dtype, device=weight.device)[None]).any())
 
 
-def _scales_eps(optimizer: Any) -> bool:
+def _scales_eps(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's eps is added to the scale of the gradient, as in Adam. A trial step decides.
 
     Raises:

@@ -65,14 +65,20 @@ def read_command(words: Sequence[str], defaults: Table | None = None) -> Command
         name, equals, value = word.partition("=")
         key = plain(name).removeprefix("--")
         if plain(name) in _NAMING:
-            value = value or (left.pop(0) if left else "")
+            if not value and left:
+                value = left.pop(0)
             if not value or value.startswith("-"):
                 raise ConfigurationError(f"{name.replace('_', '-')} needs the name of a {_NAMING[plain(name)]}")
-            (without if key == "without" else command.packages).append(value)
+            if key == "without":
+                without.append(value)
+            else:
+                command.packages.append(value)
         elif name in ("-c", "--config"):
             if not equals and not left:
                 raise ConfigurationError(f"{name} needs the name of a config, or a file")
-            path = configs.find(value if equals else left.pop(0))
+            if not equals:
+                value = left.pop(0)
+            path = configs.find(value)
             given = read_config(path)
             command.restated += restated(command.tree, given)
             command.tree = merge(command.tree, given)
@@ -80,20 +86,24 @@ def read_command(words: Sequence[str], defaults: Table | None = None) -> Command
         elif name.startswith("--") and key.partition(".")[0].rstrip("+-") in KEYS and not key.endswith(".help"):
             if not equals and not (left and _is_value(left[0])):
                 raise ConfigurationError(f"argument {name}: expected one argument")
-            text = value if equals else left.pop(0)
-            if key in SECTIONS and os.path.isfile(text):
-                command.tree = merge(command.tree, _with_sections(Table({key: text}), ""))
+            if not equals:
+                value = left.pop(0)
+            if key in SECTIONS and os.path.isfile(value):
+                command.tree = merge(command.tree, _with_sections(Table({key: value}), ""))
             else:
                 if key.endswith("+"):
-                    command.restated += restated(command.tree, set_option(Table(), key, text))
-                command.tree = set_option(command.tree, key, text)
+                    command.restated += restated(command.tree, set_option(Table(), key, value))
+                command.tree = set_option(command.tree, key, value)
         elif name.endswith(".help") and not equals and left and _is_value(left[0]):
             command.rest.append(f"{name}={left.pop(0)}")
         else:
             command.rest.append(word)
     trainer = command.tree.get("trainer")
     for name in without:
-        trainer = trainer.copy() if isinstance(trainer, Table) else Table()
+        if isinstance(trainer, Table):
+            trainer = trainer.copy()
+        else:
+            trainer = Table()
         take_out(trainer, list_of(name), name)
         command.tree.put("trainer", trainer)
     return command
@@ -106,7 +116,9 @@ def _read_shared(command: Command, words: Sequence[str]) -> None:
         name, equals, value = left.pop(0).partition("=")
         if name not in ("-c", "--config") or not (equals or left):
             raise ConfigurationError(f"{name}: only -c CONFIG may be written before {command.subcommand}")
-        path = configs.find(value if equals else left.pop(0))
+        if not equals:
+            value = left.pop(0)
+        path = configs.find(value)
         tree = read_config(path)
         for key in tree:
             if key not in RUNS:

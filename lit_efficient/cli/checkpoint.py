@@ -13,7 +13,7 @@ from lit_efficient.cli.run_folder import checkpoints, with_its_name
 from lit_efficient.cli.tree import flat
 from lit_efficient.distributed.shards import check_shards
 from lit_efficient.errors import CheckpointError, FinishedError
-from lit_efficient.files.checkpoints import DamagedError, load_verified
+from lit_efficient.files.checkpoints import DamagedError, Fields, load_verified
 from lit_efficient.files.runs import LATEST, read_record, through_latest
 from lit_efficient.internals.lightning_cli import CLASS_PATH
 
@@ -60,7 +60,7 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
     return checkpoint
 
 
-def check_unfinished(path: str, checkpoint: Mapping[str, Any], max_steps: int | None, max_epochs: int | None) -> None:
+def check_unfinished(path: str, checkpoint: Fields, max_steps: int | None, max_epochs: int | None) -> None:
     """Raise FinishedError if a fit that is resumed from a checkpoint would end before its first step.
 
     The checkpoint is renamed to ``last.ckpt`` if its run was killed before it did so.
@@ -85,7 +85,7 @@ def check_unfinished(path: str, checkpoint: Mapping[str, Any], max_steps: int | 
             )
 
 
-def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
+def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, object]]:
     """Read the first checkpoint that is not damaged.
 
     Args:
@@ -107,13 +107,14 @@ def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, Any]]:
         except CheckpointError as error:
             if not isinstance(error, DamagedError):
                 refused = error
-            rank_zero_warn(f"{error}. {'None is left' if path == paths[-1] else 'Going on from the one before'}")
+            then = "None is left" if path == paths[-1] else "Going on from the one before"
+            rank_zero_warn(f"{error}. {then}")
     if refused is not None:
         raise refused
     return None, {}
 
 
-def _last_good(damaged: Path) -> Any:
+def _last_good(damaged: Path) -> object:
     """Refuse a damaged checkpoint as the plugin that loads checkpoints does: with the last good one's name."""
     try:
         return default_part("checkpoints")().load_checkpoint(damaged)
@@ -128,7 +129,10 @@ def _others(folder: Path, resumable: bool = False) -> str:
         if resumable:
             found = [path for _, _, path in checkpoints(place)]
         if found:
-            newest = max(found, key=os.path.getmtime) if not resumable else found[0]
+            if not resumable:
+                newest = max(found, key=os.path.getmtime)
+            else:
+                newest = found[0]
             return f" The newest one there: {newest}"
     return ""
 
@@ -138,7 +142,7 @@ _SHOWN = 12
 _ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()  # null is a value
 
 
-def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fits: bool) -> dict[str, tuple[Any, Any]]:
+def differences(checkpoint: Fields, config: Fields, fits: bool) -> dict[str, tuple[Any, Any]]:
     """Return the keys of a config that had other values when a checkpoint was trained.
 
     Args:
@@ -150,7 +154,10 @@ def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fits: 
         ``{key: (then, now)}``
     """
     saved = checkpoint.get("lit_efficient", {}).get("config")
-    then = _config_of_parts(checkpoint, config) if saved is None else dict(saved)
+    if saved is None:
+        then = _config_of_parts(checkpoint, config)
+    else:
+        then = dict(saved)
     sections = ["model", "data"]
     if fits:
         sections = [key for key in {**config, **then} if key not in ("config", "ckpt_path")]
@@ -166,7 +173,7 @@ def differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any], fits: 
     return found
 
 
-def _config_of_parts(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of_parts(checkpoint: Fields, config: Fields) -> dict[str, Any]:
     """Return what a checkpoint of another program says of its config: the arguments of module and data."""
     then = {}
     for section, key in (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")):
@@ -181,7 +188,7 @@ def is_another_run(changed: Collection[str]) -> bool:
     return any(key not in _LENGTH for key in changed)
 
 
-def changes_said(path: str, changed: Mapping[str, tuple[Any, Any]], kept: Mapping[str, str]) -> str:
+def changes_said(path: str, changed: Mapping[str, tuple[object, object]], kept: Mapping[str, str]) -> str:
     """Return the message about the keys that changed since the checkpoint.
 
     Args:
@@ -198,7 +205,7 @@ def changes_said(path: str, changed: Mapping[str, tuple[Any, Any]], kept: Mappin
     return "\n  ".join([f"{path} was trained with other settings; the config wins:", *lines])
 
 
-def check_optimizer(checkpoint: Mapping[str, Any]) -> None:
+def check_optimizer(checkpoint: Fields) -> None:
     """Refuse optimizer states whose shape a technique of the checkpoint's run changed, in a fit without techniques.
 
     Raises:
@@ -211,7 +218,7 @@ def check_optimizer(checkpoint: Mapping[str, Any]) -> None:
         compare_techniques([one for one in kept if [*one["alters"]] == ["optimizer"]], [], fitting=True)
 
 
-def check_shapes(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+def check_shapes(module: nn.Module, checkpoint: Fields) -> None:
     """Refuse a checkpoint of another architecture before anything of the run is changed.
 
     Only tensors that both have are compared: models built later, and adapters, add to one of the two.

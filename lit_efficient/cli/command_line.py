@@ -48,7 +48,7 @@ from lit_efficient.cli.secrets import hide_words, masked, masking, print_error, 
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.cli.tree import ConfigText, Table
 from lit_efficient.errors import ConfigurationError, DivergedError
-from lit_efficient.files.checkpoints import state_of
+from lit_efficient.files.checkpoints import Checkpoint, state_of
 from lit_efficient.files.runs import real
 from lit_efficient.internals.jsonargparse_parser import spelt_for, subcommands
 from lit_efficient.internals.lightning_cli import OpenCLI
@@ -91,13 +91,16 @@ class LitEfficientCLI(OpenCLI):
         kwargs.setdefault("parser_class", Parser)
         kwargs.setdefault("seed_everything_default", 0)
         parser = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": PARSER_MODE}
-        words = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
+        words = kwargs.get("args")
+        program = COMMAND
+        if words is None:
+            words = sys.argv[1:]
+            program = f"python {short(sys.argv[0])}"
         typed = list(words) if isinstance(words, list | tuple) else []
         own = kwargs.get("parser_kwargs", {})
         # With options of its own for each subcommand, a parser needs all subcommands.
         self._asked = typed[0] if typed and not own else None
         kwargs["parser_kwargs"] = {**parser, **own}
-        program = COMMAND if kwargs.get("args") is not None else f"python {short(sys.argv[0])}"
         self._typed = program, typed
         hides = ""
         if quiet:
@@ -116,7 +119,9 @@ class LitEfficientCLI(OpenCLI):
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there
         """Return the subcommand of the first word, or all: the options of each take a tenth of a second to add."""
         known = super().subcommands()
-        return {self._asked: known[self._asked]} if self._asked in known else known
+        if self._asked in known:
+            return {self._asked: known[self._asked]}
+        return known
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Read the command line into one tree, and let jsonargparse check it under the import policy."""
@@ -128,7 +133,10 @@ class LitEfficientCLI(OpenCLI):
         self.allowed += command.packages
         set_import_policy(self.allowed)
         of_subcommand: Any = subcommands(parser).get(command.subcommand or "", parser)
-        given = ["--config", ConfigText(command.tree)] if command.tree else []
+        if command.tree:
+            given = ["--config", ConfigText(command.tree)]
+        else:
+            given = []
         rest = map(help_option, spelt_for(of_subcommand, command.rest))
         try:
             if self._command is None:  # the names of a script's own classes are known to its parser alone
@@ -143,7 +151,9 @@ class LitEfficientCLI(OpenCLI):
     def _defaults(self) -> Table:
         """Return what a script sets below all configs, as far as a config can take it out or append to it."""
         plugins = self.trainer_defaults.get("plugins")
-        return Table({"trainer": Table({"plugins": plugins})}) if isinstance(plugins, list) else Table()
+        if isinstance(plugins, list):
+            return Table({"trainer": Table({"plugins": plugins})})
+        return Table()
 
     def before_instantiate_classes(self) -> None:
         """Run all checks that need no parts."""
@@ -165,7 +175,10 @@ class LitEfficientCLI(OpenCLI):
         root = trainer.get("default_root_dir")
         if root is None:
             model = getattr(self.part(self.config, "model"), "class_path", "run")
-            name = Path(configs[0]).stem if configs else model.rpartition(".")[2]
+            if configs:
+                name = Path(configs[0]).stem
+            else:
+                name = model.rpartition(".")[2]
             root = os.path.join("runs", name)
         trainer["default_root_dir"] = os.path.expanduser(root)
 
@@ -175,7 +188,7 @@ class LitEfficientCLI(OpenCLI):
         path = self.config_dump.get("ckpt_path")
         fits = self.subcommand == "fit"
         searches = fits and (path in checkpoint.WORDS or path is None)
-        self.checkpoint: dict[str, Any] = {}
+        self.checkpoint: Checkpoint = {}
         self.changed: dict[str, tuple[Any, Any]] = {}
         tried: list[Path] = []
         if searches:
@@ -247,12 +260,15 @@ class LitEfficientCLI(OpenCLI):
             if path:
                 verb = "goes on in" if self.folder.goes_on else "starts"
                 rank_zero_info(f"ckpt_path: {path} {verb} the run {self.folder.path}")
-        folder = self.folder.path if self.folder else root / self.subcommand
+        if self.folder:
+            folder = self.folder.path
+        else:
+            folder = root / self.subcommand
         trainer["default_root_dir"] = str(folder)
         place_loggers(trainer, folder, names)
         return config
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build the trainer with the parts that every run gets."""
         quiet()
         self.config = self._written  # it is saved
@@ -279,7 +295,9 @@ class LitEfficientCLI(OpenCLI):
                 "outside of a job leave the overlay scale/slurm out, to check the rest as well"
             ) from error
         prefetch(made, self.subcommand)
-        started = int(os.environ.get("WORLD_SIZE", "1")) if is_torchelastic_launched() else 1
+        started = 1
+        if is_torchelastic_launched():
+            started = int(os.environ.get("WORLD_SIZE", "1"))
         if started > made.world_size:  # the processes would train independently, in one folder
             raise ConfigurationError(
                 f"trainer: torchrun has started {started} processes, and devices times num_nodes is {made.world_size}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from lightning.fabric.plugins import CheckpointIO, Precision
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -22,7 +22,7 @@ from lit_efficient.application import check_sharded
 from lit_efficient.cli.parameter_summary import ParameterSummary
 from lit_efficient.cli.run_folder import LAST, LastCheckpoint, RunFolder
 from lit_efficient.cli.secrets import masked
-from lit_efficient.cli.tree import DEFAULTS, by_option, class_name
+from lit_efficient.cli.tree import DEFAULTS, as_list, by_option, class_name
 from lit_efficient.declaration import techniques_of
 from lit_efficient.distributed.ranks import report_waiting
 from lit_efficient.distributed.shards import sum_shards
@@ -76,9 +76,9 @@ def add_default_parts(
     """
     if folder:
         trainer_config["default_root_dir"] = str(folder.path)
-        trainer_config["callbacks"] = [folder, *_as_list(trainer_config.get("callbacks"))]
+        trainer_config["callbacks"] = [folder, *as_list(trainer_config.get("callbacks"))]
         _place_checkpoints(trainer_config, folder.path)
-    plugins = _as_list(trainer_config.get("plugins"))
+    plugins = as_list(trainer_config.get("plugins"))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(default_part("checkpoints")())
         trainer_config["plugins"] = plugins
@@ -91,7 +91,7 @@ def add_default_parts(
             raise ConfigurationError(
                 f"trainer.precision: {name} in trainer.plugins takes its place, got {given!r}: set it to null"
             )
-    callbacks = _as_list(trainer_config.get("callbacks"))
+    callbacks = as_list(trainer_config.get("callbacks"))
     if subcommand == "fit":
         for key in ("signals", "metrics", "divergence", "ranks"):
             _add(callbacks, key)
@@ -168,20 +168,14 @@ def default_part(key: str) -> Any:
     return getattr(lit_efficient, DEFAULTS[key])
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 class CheckSharding(Callback):
     """Refuses a fit under FSDP2 that shards nothing, and warns of rounding. Folders of shards get file hashes."""
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        strategy: Any = trainer.strategy  # its type does not tell whether it is parallel
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy = trainer.strategy  # its type does not tell whether it is parallel
         sum_shards(strategy)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_sharded(trainer, pl_module)
         if not techniques_of(trainer):  # techniques warn themselves
             warn_of_rounding(trainer, pl_module)
@@ -190,10 +184,11 @@ class CheckSharding(Callback):
 class BeginWandb(Callback):
     """Begins the runs of W&B with the first batch of a fit, when all checks have passed."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            if isinstance(logger, LateWandbLogger):
-                logger.begin()
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                if isinstance(logger, LateWandbLogger):
+                    logger.begin()
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -79,7 +79,9 @@ def _lines_of(error: BaseException) -> list[str] | None:
         return [f"out of memory: {said.splitlines()[0]}"]
     if isinstance(error, ModuleNotFoundError):
         return _lines_of_missing_module(error)
-    lines = _lines_of_os_error(error) if isinstance(error, OSError) else None
+    lines = None
+    if isinstance(error, OSError):
+        lines = _lines_of_os_error(error)
     if lines is not None:
         return lines
     if broke_off(error):
@@ -153,7 +155,9 @@ def _lines_of_state_dict(message: str) -> list[str]:
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of the command line for an error that it explains; see :mod:`lit_efficient.errors`."""
-    return OutOfMemoryError.exit_code if is_out_of_memory(error) else getattr(error, "exit_code", 2)
+    if is_out_of_memory(error):
+        return OutOfMemoryError.exit_code
+    return getattr(error, "exit_code", 2)
 
 
 @contextmanager
@@ -187,7 +191,9 @@ def constructor_error(error: ValueError | TypeError) -> Exception:
     if isinstance(root, TypeError) and called_wrongly:
         misfit = _MISFIT.search(str(root))
     if isinstance(root, LitEfficientError) or not (isinstance(root, ValueError) or misfit):
-        return root if isinstance(root, Exception) else error
+        if isinstance(root, Exception):
+            return root
+        return error
     tried = [line.strip(" -") for line in str(error).splitlines() if line.strip().startswith("- ")]
     telling = [line for line in tried if not line.startswith(_NO_CAUSE)]
     if telling and str(root).startswith("Expected a "):  # what stands there may be a name, too
@@ -341,7 +347,9 @@ def _no_attribute(match: re.Match[str], allowed: str, given: str) -> _Cause:
 def _no_subclass(match: re.Match[str], allowed: str, given: str) -> _Cause:
     name = match[1].strip() or given
     bases = [base for base in _BASES if base.__name__ == match[2]]
-    near = did_you_mean(class_name(name), _subclasses(bases)) if bases else ""
+    near = ""
+    if bases:
+        near = did_you_mean(class_name(name), _subclasses(bases))
     return _Cause(7, f"{name or 'the class'} is not a {match[2]}{near}")
 
 
@@ -481,7 +489,9 @@ def _readable_types(text: str) -> str:
     text = re.sub(r"typing\.Literal\[(.*?)\]", r"one of \1", text)
     text = re.sub(r"\b(?:typing|collections|lightning|torch)[\w.]*\.(\w+)", r"\1", text)
     text = text.replace("NoneType", "null").strip()
-    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if text.startswith("[") and text.endswith("]"):
+        return text[1:-1]
+    return text
 
 
 def _subclasses(bases: Sequence[type]) -> list[str]:

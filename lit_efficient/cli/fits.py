@@ -116,7 +116,7 @@ class FitParts(LitEfficientCLI):
         build = self.parser.instantiate_classes
         device = torch.device(self._device)
 
-        def on_device(config: Namespace, **kwargs: Any) -> Namespace:
+        def on_device(config: Namespace, **kwargs: object) -> Namespace:
             with device, self.building():
                 return build(config, **kwargs)
 

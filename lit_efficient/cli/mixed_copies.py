@@ -8,7 +8,6 @@ Counted by forward hooks, because hooks on saved tensors exclude ``torch.func``.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -67,7 +66,7 @@ class MixedCopies:
         """Count inside, where ``module`` computes; each weight counts once, and each memory that lives."""
         seen: set[Tensor] = set()
 
-        def count(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def count(part: nn.Module, args: tuple[object, ...], output: object) -> None:
             given = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
             if not any(x.dtype in _LOW for x in given):
                 return  # a table of embeddings, or a precision that casts nothing

@@ -56,7 +56,9 @@ def elsewhere(owner: str, name: str) -> str:
     found = here.get(f"{owner}.{name}", here.get(name, ""))
     if found.startswith("none, "):
         return f": it has no counterpart here{found.removeprefix('none')}"
-    return f": here it is {found}" if found else ""
+    if found:
+        return f": here it is {found}"
+    return ""
 
 
 def check_command(command: Command) -> None:
@@ -130,7 +132,9 @@ def _arguments(tree: Table) -> dict[str, str]:
     found: dict[str, str] = {}
     for slot in ("data", "model"):
         spec = tree.get(slot)
-        known = signature(str(spec["class_path"])) if isinstance(spec, Table) and spec.is_class else None
+        known = None
+        if isinstance(spec, Table) and spec.is_class:
+            known = signature(str(spec["class_path"]))
         if known is not None:
             found |= {name: f"{slot}.{name}" for name in known.arguments}
     return found
@@ -271,7 +275,10 @@ class _Classes:
         source = module_source(module) if trusted else None
         if source is None or find_class(path) is not None or name in source.values:
             return
-        known = [one for one in PUBLIC if one[:1].isupper()] if module == "lit_efficient" else names_in(module)
+        if module == "lit_efficient":
+            known = [one for one in PUBLIC if one[:1].isupper()]
+        else:
+            known = names_in(module)
         near = did_you_mean(name, known)
         if near and name not in known and name not in source.imports:
             raise _error(f"{where}: {name}: there is no {name!r} in {module}{near}", place)

@@ -38,7 +38,8 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
     best, last, _ = _checkpoints(trainer)
     # export and the other commands read no folder of DeepSpeed's.
     last = "" if is_deepspeeds(Path(last)) else last
-    interrupted = "" if is_deepspeeds(Path(interrupted)) else interrupted
+    if is_deepspeeds(Path(interrupted)):
+        interrupted = ""
     config = "CONFIG"
     for callback in callbacks_of(trainer):
         if isinstance(callback, SaveRunConfig) and callback.saved:
@@ -51,9 +52,10 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
     elif last:
         output = short(Path(folder, f"drawn_{trainer.global_step}"))
         lost = _base_is_lost(trainer.lightning_module)
-        own = () if lost else getattr(trainer.lightning_module, "commands_after_fit", ())
-        filled = {"ckpt": short(best), "output": output, "prompt": _prompt(trainer)}
-        commands += [f"{COMMAND} {command.format(**filled)}" for command in own]
+        if not lost:
+            filled = {"ckpt": short(best), "output": output, "prompt": _prompt(trainer)}
+            own = getattr(trainer.lightning_module, "commands_after_fit", ())
+            commands += [f"{COMMAND} {command.format(**filled)}" for command in own]
         commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in evaluations(trainer)]
         output = short(Path(folder, f"export_{trainer.global_step}"))
         kind = " --format peft" if lost else ""
@@ -90,7 +92,10 @@ def last_word(trainer: Trainer, commands: Sequence[str]) -> str:
         lines.append(f"  last checkpoint  {short(last)}")
     for logger in _wandb(trainer):
         offline = getattr(logger.experiment, "offline", False)  # W&B would warn that such a run has no URL
-        url = None if offline else getattr(logger.experiment, "url", None)
+        if offline:
+            url = None
+        else:
+            url = getattr(logger.experiment, "url", None)
         if url:
             lines.append(f"  W&B run          {url}")
     return "\n".join([*lines, "Next:", *(f"  {command}" for command in commands)])
@@ -167,7 +172,7 @@ def evaluations(trainer: Trainer) -> list[str]:
     return found
 
 
-def _is_empty(trainer: Trainer, source: Any, loader: str) -> bool:
+def _is_empty(trainer: Trainer, source: object, loader: str) -> bool:
     """Return whether a source has no loaders of a kind, as data of which nothing is held out."""
     held_out_nothing = not sum(trainer.num_val_batches) and trainer.limit_val_batches != 0
     return held_out_nothing and getattr(source, loader)() == []

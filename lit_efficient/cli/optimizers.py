@@ -52,7 +52,7 @@ class OptimizerPlan:
             _monitored(_build("lr_scheduler", _with_horizon(self.scheduler, MANY), optimizer))
         return optimizer
 
-    def build(self, module: LightningModule) -> Any:
+    def build(self, module: LightningModule) -> object:
         """Build both over the trainable parameters of a module.
 
         Raises:

@@ -1,7 +1,5 @@
 """The table of a module's parts that a fit of the command line prints before its first step."""
 
-from typing import Any
-
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -22,7 +20,7 @@ class ParameterSummary(ModelSummary):
         model_size: float,
         total_training_modes: dict[str, int],
         total_flops: int,
-        **summarize_kwargs: Any,
+        **summarize_kwargs: object,
     ) -> None:
         columns = dict(summary_data)
         shown = [columns[name] for name in ("Name", "Type", "Params")]

@@ -6,7 +6,7 @@ Importing what a config names runs it. So everything here is decided before a cl
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import yaml
@@ -74,7 +74,9 @@ def help_option(word: str) -> str:
     found = re.fullmatch(r"--([A-Z]\w*)\.help", word)
     if found is None:
         name, equals, value = word.partition("=")
-        return f"{name}={full_name(value)}" if name.endswith(".help") and equals else word
+        if name.endswith(".help") and equals:
+            return f"{name}={full_name(value)}"
+        return word
     name = found[1]
     path = full_name(name)
     sections = {
@@ -105,7 +107,7 @@ class Parser(ChecksEmptyValues, LightningArgumentParser):
 
     described: type | None = None  # the class
 
-    def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
+    def add_class_arguments(self, theclass: type, *args: object, **kwargs: object) -> list[str]:
         """Add the arguments of a class. What the run knows, as the length of a schedule, may be left unset."""
         added = super().add_class_arguments(theclass, *args, **kwargs)
         self.described = theclass

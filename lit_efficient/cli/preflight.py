@@ -25,7 +25,7 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 _FOLDERS = {"default_root_dir", "save_dir", "dirpath"}
 
 
-def check_config(config: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, object]) -> None:
     """Refuse a config that cannot work on this machine, whatever its devices are.
 
     Args:
@@ -140,7 +140,7 @@ def check_checkpoint_io(key: str, name: str) -> None:
         raise refusal(key, "the CheckpointIO", f"{ours} or a class of your own (others unpickle files)", name)
 
 
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield each value of nested dicts and lists with its dotted key."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -206,10 +206,12 @@ def _wanted(devices: int | str | list[int]) -> int | None:
     if min(numbers, default=-1) < 0:
         return None
     are_indices = isinstance(devices, list) or "," in str(devices)
-    return max(numbers) + 1 if are_indices else numbers[0]
+    if are_indices:
+        return max(numbers) + 1
+    return numbers[0]
 
 
-def go_offline_without_key(config: Mapping[str, Any], environment: MutableMapping[str, str] = os.environ) -> bool:
+def go_offline_without_key(config: Mapping[str, object], environment: MutableMapping[str, str] = os.environ) -> bool:
     """Run W&B offline if neither a mode nor a key is set; return whether the environment was changed."""
     paths = [str(value) for key, value in leaves(config.get("trainer") or {}) if key.endswith("class_path")]
     uses_wandb = any(path.endswith("WandbLogger") for path in paths)

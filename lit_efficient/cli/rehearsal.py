@@ -66,7 +66,7 @@ def _rehearse_network(trainer: Trainer, module: LightningModule) -> None:
         return
     stand_in = copy.copy(trainer)
     data = getattr(trainer, "datamodule", None)
-    memo: dict[int, Any] = {id(trainer): stand_in, id(data): data, **computed(module)}
+    memo: dict[int, object] = {id(trainer): stand_in, id(data): data, **computed(module)}
     for tensor in (*module.parameters(), *module.buffers()):
         memo[id(tensor)] = weightless(tensor)
     copied: Any = copy.deepcopy(module, memo)
@@ -119,7 +119,9 @@ def steps_guessed(trainer: Trainer) -> Iterator[None]:
         def estimated_stepping_batches(self) -> float:
             if self.max_epochs == -1:
                 return float(super().estimated_stepping_batches)
-            return self.max_steps if self.max_steps > 0 else MANY
+            if self.max_steps > 0:
+                return self.max_steps
+            return MANY
 
     with temporarily(trainer, __class__=Counted):
         yield

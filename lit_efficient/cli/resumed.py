@@ -8,21 +8,29 @@ its first step to the present one.
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lit_efficient.cli.tree import numbered
 from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.trials.rate_range import set_rate
 from lit_efficient.optimizers.rates import nested_schedulers
+
+Build = dict[str, list[dict[str, Any]]]
+"""Class and options of each of the ``optimizers``, class and first state of each of the ``schedulers``."""
+
+Schedule = tuple[LRSchedulerConfig, dict[str, Any], dict[str, Any]]
+"""Lightning's record of a schedule, the checkpoint's build of it and the present one."""
 
 _SCHEDULED = ("lr", "momentum", "betas")  # options that schedules change
 _ADVICE = "Resume with what it was trained with, or begin a new run"
@@ -36,21 +44,23 @@ class ConfigWins(Callback):
         changed: Keys that had other values when the checkpoint was trained: ``{key: (then, now)}``.
     """
 
-    def __init__(self, config: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
+    def __init__(self, config: Mapping[str, object], changed: Mapping[str, tuple[object, object]]) -> None:
         self.config = {key: value for key, value in config.items() if key not in ("config", "ckpt_path")}
         self.changed = changed
-        self._now: dict[str, Any] = {}  # the build of this run
-        self._then: dict[str, Any] | None = None  # the build of the checkpoint's run
+        self._now: Build = {}  # the build of this run
+        self._then: Build | None = None  # the build of the checkpoint's run
         self._sizes: list[list[int]] | None = None  # parameters in each group of the checkpoint's optimizers
-        self._schedules: list[Any] = []  # states of the checkpoint's schedulers, which Lightning will restore
+        self._schedules: list[dict[str, Any]] = []  # states of the checkpoint's, which Lightning will restore
         self._resumes = False
-        self._arguments: dict[tuple[int, str], Any] = {}  # of callbacks before the restore, by index and name
+        self._arguments: dict[
+            tuple[int, str], int | float | str
+        ] = {}  # of callbacks before the restore, by index and name
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._now = _built(trainer)
         self._check(trainer)
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._resumes = True
         names = numbered(type(callback).__name__ for callback in trainer.callbacks)
         for place, (callback, name) in enumerate(zip(trainer.callbacks, names)):
@@ -67,10 +77,10 @@ class ConfigWins(Callback):
             self._sizes = [[len(group["params"]) for group in of_one] for of_one in groups]
         self._check(trainer)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint.setdefault("lit_efficient", {}).update(config=self.config, built=self._now)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         if not self._resumes:
             return
         for (place, argument), value in self._arguments.items():
@@ -98,12 +108,15 @@ class ConfigWins(Callback):
             for optimizer in trainer.optimizers:
                 _check_state(optimizer)
 
-    def _check(self, trainer: Any) -> None:
+    def _check(self, trainer: Trainer) -> None:
         """Refuse the state of another optimizer, as soon as both builds are known."""
         if not self._resumes or not self._now:
             return
         now = [one["class"] for one in self._now["optimizers"]]
-        then = now if self._then is None else [one["class"] for one in self._then["optimizers"]]
+        if self._then is None:
+            then = now
+        else:
+            then = [one["class"] for one in self._then["optimizers"]]
         kinds = [{type(one).__name__, *getattr(one, "goes_on_from", ())} for one in trainer.optimizers]
         if len(then) != len(kinds) or any(one not in kind for one, kind in zip(then, kinds)):
             raise CheckpointError(
@@ -130,7 +143,7 @@ class ConfigWins(Callback):
                     self._schedules[index] = copy.deepcopy(built["state"])
 
 
-def _alone(scheduler: Any, state: Mapping[str, Any], built: Mapping[str, Any]) -> set[str]:
+def _alone(scheduler: LRScheduler, state: Mapping[str, object], built: Mapping[str, object]) -> set[str]:
     """Return the keys that tell the states of two classes of schedulers apart.
 
     Private keys, and keys that are derived from arguments, are ignored: they differ between versions of torch.
@@ -159,7 +172,7 @@ def _alone(scheduler: Any, state: Mapping[str, Any], built: Mapping[str, Any]) -
     return compare(state, built)
 
 
-def _built(trainer: Any) -> dict[str, Any]:
+def _built(trainer: Trainer) -> Build:
     """Return the options of optimizers and the states of schedulers, before a checkpoint is restored."""
     optimizers = []
     for optimizer in trainer.optimizers:
@@ -173,13 +186,15 @@ def _built(trainer: Any) -> dict[str, Any]:
     return copy.deepcopy({"optimizers": optimizers, "schedulers": schedulers})
 
 
-def _functions(scheduler: Any) -> dict[str, Any]:
+def _functions(scheduler: LRScheduler) -> dict[str, object]:
     """Return values of the functions of a schedule at some steps: the state does not contain the functions."""
     functions = [f for one in nested_schedulers([scheduler]) for f in getattr(one, "lr_lambdas", ())]
-    return {"functions": [_values(function) for function in functions]} if functions else {}
+    if functions:
+        return {"functions": [_values(function) for function in functions]}
+    return {}
 
 
-def _values(function: Callable[[int], Any]) -> list[float]:
+def _values(function: Callable[[int], float]) -> list[float]:
     values = []
     with suppress(Exception):  # a function of the user's may fail beyond its last step
         for n in range(17):
@@ -187,12 +202,12 @@ def _values(function: Callable[[int], Any]) -> list[float]:
     return values
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _options(group: Mapping[str, object]) -> dict[str, Any]:
     plain = {name: value for name, value in group.items() if name != "params"}
     return {name: value.item() if isinstance(value, Tensor) else value for name, value in plain.items()}
 
 
-def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _set(trainer: Trainer, then: Build, now: Build) -> list[str]:
     """Set the options that differ between the two builds in the restored optimizers and schedulers.
 
     Returns:
@@ -227,10 +242,10 @@ def _set(trainer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return said
 
 
-def _only_begins(optimizer: Any, options: Mapping[str, Any], name: str, value: Any) -> bool:
+def _only_begins(optimizer: Any, options: Mapping[str, object], name: str, value: object) -> bool:
     """Return whether an option affects the steps of a new optimizer, but not of one that has states already."""
 
-    def steps(first: Any, then: Any) -> Tensor:
+    def steps(first: object, then: object) -> Tensor:
         parameter = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
         accepted = inspect.signature(type(optimizer)).parameters
         taken = {key: given for key, given in options.items() if key in accepted} | {name: first}
@@ -272,18 +287,18 @@ def _check_state(optimizer: Any) -> None:
                     ) from None
 
 
-def _schedules(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Any]:
+def _schedules(trainer: Trainer, optimizer: Optimizer, then: Build, now: Build) -> list[Schedule]:
     """Return Lightning's record, the checkpoint's build and the present build of each schedule of an optimizer."""
     before = [*then["schedulers"], *[{"class": None, "state": {}}] * len(now["schedulers"])]
     rows = zip(trainer.lr_scheduler_configs, before, now["schedulers"])
     return [row for row in rows if row[0].scheduler.optimizer is optimizer]
 
 
-def _follows(config: Any) -> bool:
+def _follows(config: LRSchedulerConfig) -> bool:
     return isinstance(config.scheduler, ReduceLROnPlateau)
 
 
-def _reductions(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[float]:
+def _reductions(trainer: Trainer, optimizer: Optimizer, then: Build, now: Build) -> list[float]:
     """Return the factor by which schedules that follow metrics have changed the rate of each group.
 
     It is the restored rate, divided by the rate that the other schedules alone lead to.
@@ -306,7 +321,12 @@ def _reductions(trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapp
     return factors
 
 
-def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any]) -> list[int]:
+def _replay(
+    trainer: Trainer,
+    optimizer: Optimizer,
+    schedules: Sequence[tuple[LRSchedulerConfig, dict[str, Any], bool]],
+    groups: Sequence[Mapping[str, Any]],
+) -> list[int]:
     """Replay schedules from their first steps to the present, in the order of a fit.
 
     Schedules that follow a metric are left out: their metrics are not known any more.
@@ -315,12 +335,13 @@ def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any
         The number of steps of each schedule.
     """
     counts = []
-    steps = []
+    steps: list[Any] = []
     for config, _, same in schedules:
-        taken = (trainer.global_step if config.interval == "step" else trainer.current_epoch) // config.frequency
-        counted = getattr(config.scheduler, "last_epoch", taken) if same else taken  # ChainedScheduler has no counter
-        counts.append(0 if _follows(config) else counted)
         late = config.interval == "epoch"
+        taken = (trainer.current_epoch if late else trainer.global_step) // config.frequency
+        if same:
+            taken = getattr(config.scheduler, "last_epoch", taken)  # ChainedScheduler has no counter
+        counts.append(0 if _follows(config) else taken)
         steps += [((step + 1) / counts[-1], late, len(counts), config.scheduler) for step in range(counts[-1])]
     for group, built in zip(optimizer.param_groups, groups):
         group |= {name: built[name] for name in _SCHEDULED[1:] if name in built}
@@ -342,7 +363,12 @@ def _replay(trainer: Any, optimizer: Any, schedules: list[Any], groups: list[Any
 
 
 def _run_anew(
-    trainer: Any, optimizer: Any, then: Mapping[str, Any], now: Mapping[str, Any], groups: Any, factors: list[float]
+    trainer: Trainer,
+    optimizer: Optimizer,
+    then: Build,
+    now: Build,
+    groups: Sequence[Mapping[str, Any]],
+    factors: list[float],
 ) -> list[str]:
     """Replay the schedules of an optimizer if one of them is built with other arguments now.
 

@@ -85,7 +85,7 @@ class RunEvents(Callback):
     def _watch_logging(self, logger: Logger) -> None:
         own = logger.log_metrics
 
-        def log_metrics(metrics: dict[str, float], step: int | None = None, **more: Any) -> None:
+        def log_metrics(metrics: dict[str, float], step: int | None = None, **more: object) -> None:
             own(metrics, step=step, **more)
             self._note_metrics(metrics)
 
@@ -99,7 +99,9 @@ class RunEvents(Callback):
             self.saved = str(filepath)
             path = os.path.realpath(filepath)
             folder = os.path.realpath(self.folder.path)
-            shown = os.path.relpath(path, folder) if path.startswith(folder + os.sep) else self.saved
+            shown = self.saved
+            if path.startswith(folder + os.sep):
+                shown = os.path.relpath(path, folder)
             if shown == END:  # the name until the fit has ended
                 shown = LAST
             score: dict[str, object] = {}

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
+from lit_efficient.cli.tree import as_list
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import remove_whole, replacing
 from lit_efficient.files.checkpoints import load_verified
@@ -130,7 +131,9 @@ def _parent(checkpoint: Path, root: Path) -> str:
     """Return the path by which a folder below ``root`` names its parent. It stays right if the root is moved."""
     path = Path(os.path.realpath(checkpoint))
     root = Path(os.path.realpath(root))
-    return os.path.relpath(path, root / "run") if path.is_relative_to(root) else str(path)
+    if path.is_relative_to(root):
+        return os.path.relpath(path, root / "run")
+    return str(path)
 
 
 class RunFolder(Callback):
@@ -170,7 +173,7 @@ class RunFolder(Callback):
             self._held = hold(self.path)
             self._empty = [self.path, *missing]
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.path = Path(trainer.strategy.broadcast(str(self.path)))
         set_default_root_dir(trainer, str(self.path))
         if trainer.is_global_zero:
@@ -179,23 +182,28 @@ class RunFolder(Callback):
             open_events(self.path)
             write_event(self.path, "start", self.step, parent=self.record.get("parent"), resumed=self.goes_on)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the names that the loggers, which have begun by now, have for the run."""
         if trainer.is_global_zero:
             self.record["loggers"] = [logger.version for logger in trainer.loggers]
             write_record(self.path, self.record)
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Rewrite the folder in the states of callbacks if the run's folder was moved or copied: they compare it."""
         here = os.path.realpath(self.path)
-        for state in checkpoint.get("callbacks", {}).values() if self.goes_on else ():
-            there = str(state.get("dirpath") or "") if isinstance(state, dict) else ""
+        if not self.goes_on:
+            return
+        states = checkpoint.get("callbacks", {})
+        for state in states.values():
+            there = ""
+            if isinstance(state, dict):
+                there = str(state.get("dirpath") or "")
             if there != here and os.path.basename(there) == os.path.basename(here):
                 state.update(_moved(state, there, here))
-        if self.goes_on and trainer.is_global_zero:
-            _remove_forgotten(self.path, trainer, checkpoint.get("callbacks", {}))
+        if trainer.is_global_zero:
+            _remove_forgotten(self.path, trainer, states)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the checkpoint that the fit resumed, if it is no longer among the best: Lightning keeps it."""
         if self.goes_on and trainer.is_global_zero:
             savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
@@ -221,7 +229,7 @@ def _moved(value: Any, there: str, here: str) -> Any:
     return value
 
 
-def _remove_forgotten(folder: Path, trainer: Any, states: dict[str, Any]) -> None:
+def _remove_forgotten(folder: Path, trainer: Trainer, states: dict[str, Any]) -> None:
     """Remove checkpoints that a saver wrote and no longer keeps: a killed process had no time to remove them.
 
     Each checkpoint has the names of the files that its savers kept when it was written. A file with another name is
@@ -267,7 +275,7 @@ def _is_newest(checkpoint: Path) -> bool:
     return checkpoint in [path for step, _, path in found if step == newest_step]
 
 
-def keep_rows(logger: Any, step: int) -> None:
+def keep_rows(logger: Logger, step: int) -> None:
     """Let a logger continue with the rows of its folder up to the checkpoint. A killed run may have written more.
 
     The rows of the checkpoint's last step may be logged again: they are written once.
@@ -301,7 +309,7 @@ def _keep_csv_rows(logger: CSVLogger, step: int) -> None:
     writer.writerows(rows)
     with replacing(kept) as file:
         file.write(text.getvalue().encode())
-    experiment: Any = logger.experiment
+    experiment = logger.experiment
     kept.replace(table)
     experiment.metrics_keys = names
     known = [{name for name in names if row[name]} for row in rows if int(row["step"]) == step - 1]
@@ -320,7 +328,7 @@ def _tags_at(step: int, folder: Path) -> set[str]:
     return {value.tag for event in events if event.step == step for value in event.summary.value}
 
 
-def _log_new(log: Any, known: list[set[str]], last: int, metrics: dict[str, Any], step: int | None = None) -> None:
+def _log_new(log: Any, known: list[set[str]], last: int, metrics: dict[str, object], step: int | None = None) -> None:
     """Log metrics, unless they are of the ``last`` step and one of its rows already has all these names."""
     if step != last or not any(metrics.keys() <= names for names in known):
         log(metrics, step)
@@ -336,11 +344,13 @@ def place_loggers(trainer: Namespace, folder: Path, names: Sequence[Any] | None)
     """
     logger = trainer.get("logger")
     if logger is None or logger is True:
-        kind = "TensorBoardLogger" if find_spec("tensorboard") or find_spec("tensorboardX") else "CSVLogger"
+        kind = "CSVLogger"
+        if find_spec("tensorboard") or find_spec("tensorboardX"):
+            kind = "TensorBoardLogger"
         arguments = Namespace(save_dir=None, name="lightning_logs", version=None)
         logger = Namespace(class_path=f"lightning.pytorch.loggers.{kind}", init_args=arguments)
         trainer["logger"] = logger
-    for index, one in enumerate(logger if isinstance(logger, list) else [logger]):
+    for index, one in enumerate(as_list(logger)):
         arguments = getattr(one, "init_args", None) or Namespace()
         if "save_dir" in arguments and arguments["save_dir"] in (None, "."):
             arguments["save_dir"] = str(folder.absolute())  # W&B's service may run in another working directory
@@ -361,19 +371,21 @@ class LastCheckpoint(Checkpoint):
     last_model_path = ""
     _step = -1
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         if stops_now(trainer):
             self._save(trainer)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and stops_now(trainer):
             self._save(trainer)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._step != trainer.global_step:
             self._save(trainer)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the checkpoint its name, also if an earlier process was killed before it could."""
         written = Path(trainer.default_root_dir, END)
         last = Path(trainer.default_root_dir, LAST)
@@ -384,7 +396,7 @@ class LastCheckpoint(Checkpoint):
         trainer.strategy.barrier()
         self.last_model_path = str(last)
 
-    def _save(self, trainer: Any) -> None:
+    def _save(self, trainer: Trainer) -> None:
         self._step = trainer.global_step
         # It has another name until the end, because other savers write last.ckpt when Lightning ends the epoch.
         self.last_model_path = str(Path(trainer.default_root_dir, END))

@@ -93,7 +93,10 @@ class RunLog:
             text = masked(text)
             redraws = bool(_REDRAWS.search(text))
             shown = not self.quiet if redraws else self.quiet != "all"
-            result = own(text) if shown or not (hides or redraws) else len(text)
+            if shown or not (hides or redraws):
+                result = own(text)
+            else:
+                result = len(text)
             if redraws:
                 rest = ""
                 return result

@@ -38,7 +38,7 @@ def names_a_secret(key: str) -> bool:
     return bool(_NAMES.search(snake))
 
 
-def remember(*trees: Mapping[str, Any] | list[Any]) -> None:
+def remember(*trees: Mapping[str, object] | list[object]) -> None:
     """Hide the secrets of configs and of the environment from now on, in any text."""
     for tree in trees:
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
@@ -83,7 +83,7 @@ def print_error(message: str, code: int) -> int:
     return code
 
 
-def masking(write: Callable[..., Any], first: Any, *more: Any, **options: Any) -> Any:
+def masking(write: Callable[..., object], first: Any, *more: object, **options: object) -> object:
     """Call ``write`` with a first argument without secrets.
 
     Args:
@@ -124,7 +124,7 @@ def hide_words() -> None:
         wandb.init = functools.partial(_with_hidden_words, wandb.init)
 
 
-def _with_hidden_words(begin: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _with_hidden_words(begin: Callable[..., object], *arguments: object, **options: object) -> Any:
     with temporarily(sys, argv=redacted(sys.argv)):  # not longer: code that starts processes reads it, too
         return begin(*arguments, **options)
 

@@ -366,16 +366,23 @@ def blocks_of(annotation: ast.expr | None, module: Source) -> list[ClassSource] 
         return _joined([annotation.left, annotation.right], module)
     if isinstance(annotation, ast.Subscript):
         outer = ast.unparse(annotation.value).rpartition(".")[2]
-        inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        if isinstance(annotation.slice, ast.Tuple):
+            inner = annotation.slice.elts
+        else:
+            inner = [annotation.slice]
         if outer == "Literal" or outer in _CONTAINERS:
             return []  # no mapping by itself
-        return _joined(inner, module) if outer in _UNIONS else None
+        if outer in _UNIONS:
+            return _joined(inner, module)
+        return None
     name = ast.unparse(annotation)
     if name.rpartition(".")[2] in _PLAIN:
         return []
     definition = _resolve(name, module)
     if definition is not None:
-        return [definition] if is_dataclass(definition) else None
+        if is_dataclass(definition):
+            return [definition]
+        return None
     if name in module.values:
         return blocks_of(module.values[name], module)
     return None
@@ -394,7 +401,9 @@ def _joined(parts: list[ast.expr], module: Source) -> list[ClassSource] | None:
 def fields_of(definition: ClassSource) -> Arguments | None:
     """Return the fields of a dataclass, or ``None`` if it may take others."""
     found = _signature(definition)
-    return None if found.is_open else found.arguments
+    if found.is_open:
+        return None
+    return found.arguments
 
 
 def annotation_of(path: str, parts: Sequence[str]) -> str:
@@ -412,10 +421,13 @@ def annotation_of(path: str, parts: Sequence[str]) -> str:
     for part in parts[:-1]:
         annotation, module = accepted.get(part, (None, None))
         accepted = {}
-        for block in (blocks_of(annotation, module) or []) if module else []:
-            accepted |= fields_of(block) or {}
+        if module:
+            for block in blocks_of(annotation, module) or []:
+                accepted |= fields_of(block) or {}
     annotation, _ = accepted.get(parts[-1], (None, None))
-    return ast.unparse(annotation) if annotation else ""
+    if annotation:
+        return ast.unparse(annotation)
+    return ""
 
 
 def trainer_keys() -> list[str]:
@@ -427,8 +439,9 @@ def trainer_keys() -> list[str]:
 def method_keys(subcommand: str) -> list[str]:
     """Return the options that a subcommand has of the trainer's method of that name: ``ckpt_path`` and others."""
     trainer = find_class("lightning.pytorch.Trainer")
-    for statement in trainer.node.body if trainer else ():
-        if isinstance(statement, ast.FunctionDef) and statement.name == subcommand:
-            names = [argument.arg for argument in statement.args.args[1:]]
-            return [name for name in names if name not in ("model", "datamodule") and "dataloaders" not in name]
+    if trainer:
+        for statement in trainer.node.body:
+            if isinstance(statement, ast.FunctionDef) and statement.name == subcommand:
+                names = [argument.arg for argument in statement.args.args[1:]]
+                return [name for name in names if name not in ("model", "datamodule") and "dataloaders" not in name]
     return []

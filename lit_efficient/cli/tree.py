@@ -143,7 +143,9 @@ def by_option(config: Any) -> Any:
     if isinstance(config, list) and config and all(isinstance(one, Mapping) and "class_path" in one for one in config):
         names = numbered(class_name(one["class_path"]) for one in config)
         return {name: by_option(one) for name, one in zip(names, config)}
-    return list(config) if isinstance(config, tuple) else config
+    if isinstance(config, tuple):
+        return list(config)
+    return config
 
 
 def flat(config: Any) -> dict[str, Any]:
@@ -151,8 +153,8 @@ def flat(config: Any) -> dict[str, Any]:
     return _flat(by_option(config))
 
 
-def _flat(named: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flat(named: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for key, value in named.items():
         if isinstance(value, Mapping):
             found |= {f"{key}.{name}": one for name, one in _flat(value).items()}
@@ -196,7 +198,9 @@ def read_text(text: str, file: str = "", slot: str = "", is_part: bool = False) 
     try:
         node = loader.get_single_node()
         _check_node(node, {}, (), slot, in_arguments=is_part)
-        return None if node is None else _value(node, loader, file, {})
+        if node is None:
+            return None
+        return _value(node, loader, file, {})
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
     except yaml.YAMLError as error:
@@ -261,7 +265,10 @@ def _check_node(
                     first = keys[name].start_mark.line + 1
                     raise yaml.YAMLError(f"the key {name!r} stands twice: in line {first} and line {line}")
                 keys[name] = key
-            below = "" if in_arguments and leaf(name) in LISTS else slot_of(name)
+            if in_arguments and leaf(name) in LISTS:
+                below = ""
+            else:
+                below = slot_of(name)
             size += _check_node(value, sizes, (*parents, id(node)), below, in_arguments or name in _ARGUMENTS)
         values = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
         _check_spec({name: key.start_mark.line + 1 for name, key in keys.items()}, values, slot)
@@ -345,7 +352,9 @@ def place_of(tree: Table, key: str, name: str) -> Place | None:
         place = part.places.get(step, place)
         part = part[step]
     found = set(_places(part, name))
-    return found.pop() if len(found) == 1 else place
+    if len(found) == 1:
+        return found.pop()
+    return place
 
 
 def _places(tree: object, name: str) -> Iterator[Place]:
@@ -462,7 +471,9 @@ def as_list(value: object) -> list[object]:
     """Return the items of a list, the value alone, or no items for null."""
     if value is None:
         return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value]
 
 
 def _merged(before: object, now: object, key: str, in_arguments: bool = False) -> object:
@@ -485,7 +496,10 @@ def _merged(before: object, now: object, key: str, in_arguments: bool = False) -
 
 def _merged_class(before: Table, now: Table) -> Table:
     """Merge a class and its arguments on top of an earlier class or its fields."""
-    earlier = before if not before.keys().isdisjoint(SPEC) else Table({"init_args": before})
+    if not before.keys().isdisjoint(SPEC):
+        earlier = before
+    else:
+        earlier = Table({"init_args": before})
     if now.keys().isdisjoint(SPEC):  # fields alone, of the class that is there
         if now.keys() & _PRETRAINED and not _arguments(earlier).keys() & _PRETRAINED:
             return _merge(Table(), now, in_arguments=True)
@@ -497,7 +511,9 @@ def _merged_class(before: Table, now: Table) -> Table:
 
 def _arguments(spec: Table) -> Table:
     arguments = spec.get("init_args")
-    return arguments if isinstance(arguments, Table) else Table()
+    if isinstance(arguments, Table):
+        return arguments
+    return Table()
 
 
 def _kept_by(before: Table, path: str) -> Table:
@@ -521,7 +537,10 @@ def _nested(arguments: Table) -> Table:
         if dot and all(part.isidentifier() for part in str(key).rstrip("+").split(".")):
             del result[key]
             inner = _nested(Table({rest: value}))
-            inner.places = dict.fromkeys(inner, arguments.places[key]) if key in arguments.places else {}
+            if key in arguments.places:
+                inner.places = dict.fromkeys(inner, arguments.places[key])
+            else:
+                inner.places = {}
             result = _merge(result, Table({first: inner}), in_arguments=True)
     return result
 
@@ -547,7 +566,9 @@ def _as_class(value: object, key: str) -> Table | None:
     """Return a value as a mapping, the name of a class as one without arguments, or ``None`` for any other value."""
     if isinstance(value, str) and key in SLOTS:
         return Table({"class_path": full_name(value)})
-    return value if isinstance(value, Table) else None
+    if isinstance(value, Table):
+        return value
+    return None
 
 
 # Taking out ----------------------------------------------------------------------------------------------------------
@@ -584,7 +605,9 @@ def take_out(trainer: Table, key: str, name: str) -> None:
     Raises:
         ConfigurationError: If the list does not have the class, or every run needs it.
     """
-    target = key if key in trainer else f"{key}+" if f"{key}+" in trainer else key
+    target = key
+    if key not in trainer and f"{key}+" in trainer:
+        target = f"{key}+"
     items = as_list(trainer.get(target))
     package = name.partition(".")[0] if "." in name else ""
     wanted = class_name(name)
@@ -613,14 +636,18 @@ def list_of(name: str) -> str:
     """Return which list of the trainer a class belongs to: ``callbacks`` or ``plugins``."""
     last = class_name(name)
     ours = PUBLIC.get(last, "").startswith(_PLUGIN_FOLDERS)
-    return "plugins" if ours or last in [*names_in(SHORT["plugins"]), *names_in(ENVIRONMENTS)] else "callbacks"
+    if ours or last in [*names_in(SHORT["plugins"]), *names_in(ENVIRONMENTS)]:
+        return "plugins"
+    return "callbacks"
 
 
 def _path(item: object) -> str:
     """Return the import path of an item: a mapping, a name, or an object that a script has made."""
     if isinstance(item, Mapping):
         return str(item.get("class_path", ""))
-    return item if isinstance(item, str) else f"{type(item).__module__}.{type(item).__name__}"
+    if isinstance(item, str):
+        return item
+    return f"{type(item).__module__}.{type(item).__name__}"
 
 
 # Options -------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import yaml
 from lit_efficient.cli.next_steps import short
 from lit_efficient.cli.preflight import go_offline_without_key
 from lit_efficient.cli.secrets import hide_words, masked
+from lit_efficient.cli.tree import as_list
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.runs import read_record, real
 from lit_efficient.internals.lightning_wandb import alias_of
@@ -66,7 +67,7 @@ def training_of(checkpoint: str | os.PathLike[str]) -> Training:
         config = yaml.safe_load((folder / "config.yaml").read_text("utf-8")) or {}
     loggers = (config.get("trainer") or {}).get("logger")
     names = record.get("loggers") or []
-    for logger, name in zip(loggers if isinstance(loggers, list) else [loggers], names):
+    for logger, name in zip(as_list(loggers), names):
         if isinstance(logger, Mapping) and str(logger.get("class_path")).endswith("WandbLogger") and name:
             given = {**(logger.get("init_args") or {}), **(logger.get("dict_kwargs") or {})}
             project = given.get("project") or os.environ.get("WANDB_PROJECT") or "lightning_logs"
@@ -109,7 +110,10 @@ def log_export(training: Training, folder: Path, format: str) -> str:
             settings=wandb.Settings(console="off", silent=True),
         ) as run:
             offline = run.offline
-            place = short(Path(run.dir).parent) if offline else str(run.url)
+            if offline:
+                place = short(Path(run.dir).parent)
+            else:
+                place = str(run.url)
             has_input = not offline and wandb.Api().artifact_exists(training.input, type="model")
             if has_input:
                 run.use_artifact(training.input)
@@ -120,5 +124,8 @@ def log_export(training: Training, folder: Path, format: str) -> str:
         raise ConfigurationError(f"export: wandb: {folder} is complete, but W&B did not record it: {error}") from error
     if offline:
         return f"W&B: recorded offline; upload it by\n  wandb sync {place}"
-    found = f"input {training.input}" if has_input else f"{training.input} was not uploaded (log_model)"
+    if has_input:
+        found = f"input {training.input}"
+    else:
+        found = f"{training.input} was not uploaded (log_model)"
     return f"W&B: {artifact.name} of {place}, {found}"

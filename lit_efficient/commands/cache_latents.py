@@ -51,7 +51,10 @@ def _cache(options: argparse.Namespace, rest: list[str], rank: int, count: int) 
     from lit_efficient.data.latent_data import LatentData
     from lit_efficient.data.latents.latent_writer import Ranks
 
-    ranks = Ranks(rank, count, distributed.barrier) if count > 1 else Ranks()
+    if count > 1:
+        ranks = Ranks(rank, count, distributed.barrier)
+    else:
+        ranks = Ranks()
     with explained(rest):
         data = build_data(rest, "cache-latents")
         if not isinstance(data, LatentData):

@@ -38,7 +38,9 @@ def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
     if card.is_block:
         return "\n".join(lines)
     overlay = overlay_of(card)
-    option = f" (`-c {overlay}` on the command line)" if overlay else ""
+    option = ""
+    if overlay:
+        option = f" (`-c {overlay}` on the command line)"
     lines += ["", f"In YAML{option}:", textwrap.indent(_yaml(card), "  ")]
     python = python_lines(card)
     if python:

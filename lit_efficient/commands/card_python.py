@@ -26,7 +26,10 @@ def python_lines(card: Card) -> list[str]:
     needed = dict.fromkeys([*_without_default(card.signature), *_texts(defined.get("needs"))])
     part = f"{card.name}({', '.join(f'{name}={name}' for name in needed)})"
     ours = [] if card.distribution else [card.name]  # names to import from lit_efficient
-    lines = [f"from {card.module} import {card.name}"] if card.distribution else []
+    if card.distribution:
+        lines = [f"from {card.module} import {card.name}"]
+    else:
+        lines = []
     if key == "optimizer":
         uses = [f"optimizer = {card.name}(module.parameters())  # returned by configure_optimizers"]
     elif key == "lr_scheduler":

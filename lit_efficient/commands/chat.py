@@ -37,7 +37,10 @@ class Conversation:
         self.seed = seed
         # Without prompts this only checks the arguments.
         model.continuations(self.tokenizer, [], max_new_tokens=1, sampling=sampling, seeds=[], endings=endings)
-        self.most = min(_MOST, longest_row(model.network) // 2) if max_new_tokens is None else max_new_tokens
+        if max_new_tokens is None:
+            self.most = min(_MOST, longest_row(model.network) // 2)
+        else:
+            self.most = max_new_tokens
         self.room = room_for(model.network, self.most)
         as_chat(self.tokenizer, "", "generate: --chat")
         self.turns: list[dict[str, str]] = []

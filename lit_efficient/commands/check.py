@@ -12,9 +12,12 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_efficient.errors import LitEfficientError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _MOST_BYTES = 2 * 2**30  # limit of weights that are created on the CPU for a check
 
@@ -86,7 +89,7 @@ def _cli(argv: Sequence[str], device: str, prepared: bool, here: bool) -> Any:
                 try:
                     left = _Rehearsal(self, device, prepared).run()
                 except Exception as error:
-                    cause: Any = error.__cause__ if isinstance(error, _Again) else error
+                    cause = error.__cause__ if isinstance(error, _Again) else error
                     strategy = self.trainer.strategy
                     lacks = isinstance(error, RuntimeError) and "process" in str(error)  # of torch.distributed
                     if traits_of(strategy).dtensors and lacks_mesh(cause):
@@ -275,11 +278,11 @@ def _signals_as_they_are() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _bytes(module: Any) -> int:
+def _bytes(module: "nn.Module") -> int:
     return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
 
 
-def _named_bytes(module: Any) -> int:
+def _named_bytes(module: "nn.Module") -> int:
     """Return the bytes of the safetensors files in folders that the module's arguments name."""
     names: set[str] = set()
     for value in vars(module).values():
@@ -290,7 +293,7 @@ def _named_bytes(module: Any) -> int:
     return sum(file.stat().st_size for name in names for file in Path(name).glob("*.safetensors"))
 
 
-def _give_memory(module: Any) -> None:
+def _give_memory(module: "nn.Module") -> None:
     """Replace parameters on the meta device by expanded zeros on the CPU, which techniques and optimizers accept."""
     import torch
 
@@ -315,7 +318,9 @@ def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     reports = reports_of(module, techniques_of(cli.trainer))
     if reports:
         lines += ["techniques:", *(f"  {name}: {report.summary}" for name, report in reports.items())]
-    place = "meta device" if device == "meta" or weights_wait(module) else "CPU"
+    place = "CPU"
+    if device == "meta" or weights_wait(module):
+        place = "meta device"
     lines.append(f"built on the {place}{', with its data' if prepared else ''}")
     lines += [f"processes: {step}" for step in cli.steps]
     return [*lines, "not checked:", *(f"  {one}" for one in left), "Everything that was checked is valid."]

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files import configs
@@ -78,7 +77,9 @@ def run(argv: Sequence[str]) -> int:
         log_to_wandb(found, files, ConfigFit(rest, comparing.folder, device="meta").make().trainer.loggers)
     if interrupted:
         return 130
-    return 2 if all(one.failed for one in found.variants) else 0
+    if all(one.failed for one in found.variants):
+        return 2
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _data(argv: Sequence[str]) -> Any:
+def _data(argv: Sequence[str]) -> object:
     from lit_efficient.cli import explained
     from lit_efficient.commands.preview import build_data
 

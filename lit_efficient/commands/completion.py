@@ -99,7 +99,10 @@ def _added(tree: ast.AST) -> Iterator[str]:
 def _trainer_arguments() -> list[str]:
     """Return the arguments of Lightning's Trainer, read from its source, because importing it is slow."""
     path = source("lightning.pytorch.trainer.trainer")
-    tree = ast.parse(path.read_text("utf-8")) if path else ast.Module([], [])
+    if path:
+        tree = ast.parse(path.read_text("utf-8"))
+    else:
+        tree = ast.Module([], [])
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == "Trainer":
             init = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
@@ -187,7 +190,10 @@ def fish() -> str:
         for name in found:
             short, dashes = ("-s", 1) if name[1] != "-" else ("-l", 2)
             flag = f'complete -c {_PROGRAM} -n "{seen}" {short} {name[dashes:]}'
-            follows = known.get(name, []) if name[2:] not in _OF_CLASSES or command in like_runs() else []
+            if name[2:] not in _OF_CLASSES or command in like_runs():
+                follows = known.get(name, [])
+            else:
+                follows = []
             takes = "-r" if name in ("-c", "--config") else "-x"  # -r: also files, -x: only these words
             lines.append(f"{flag} {takes} -a '{' '.join(follows)}'" if follows else flag)
         if command in known:

@@ -68,7 +68,9 @@ def run(argv: list[str]) -> int:
             from lit_efficient.cli.evaluate import Validator
 
             validate = Validator(options.config, [f"--trainer.default_root_dir={scratch}", *others])
-        base = read_checkpoint(options.checkpoint) if options.checkpoint else None
+        base = None
+        if options.checkpoint:
+            base = read_checkpoint(options.checkpoint)
         files = _build(options, base, output)
         if options.config and base is not None:
             step = options.step or snapshots[-1].step

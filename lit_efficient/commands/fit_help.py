@@ -80,7 +80,10 @@ def arguments_text(card: Card, width: int) -> str:
     place = "a block of arguments" if card.is_block else card.slot
     lines = [f"{card.name} ({place})", *wrapped(card.summary, width), ""]
     for one in arguments_of(card):
-        default = f" = {one['default']}" if one["default"] else "  (required)"
+        if one["default"]:
+            default = f" = {one['default']}"
+        else:
+            default = "  (required)"
         lines += wrapped(f"  {one['name']}: {one['type']}{default}", width, " " * 6)
         lines += wrapped(one["help"], width - 6, start=" " * 6)
     if card.is_block or not card.signature:  # a dataclass documents its fields in the docstring

@@ -170,7 +170,10 @@ class _Answer:
         """Print all results and return the exit code."""
         code = _INTERRUPTED
         try:
-            code = self._solved() if self.options.solve else self._planned()
+            if self.options.solve:
+                code = self._solved()
+            else:
+                code = self._planned()
         except (KeyboardInterrupt, SystemExit) as end:
             # A trainer turns an interruption into an exit.
             if isinstance(end, SystemExit) and not isinstance(end.__context__, KeyboardInterrupt):
@@ -260,7 +263,9 @@ class _Answer:
             solve={"what": wanted, **_found(found, lever.names)},
             device=self._device(),
         )
-        return 0 if found.value is not None else _DOES_NOT_FIT
+        if found.value is not None:
+            return 0
+        return _DOES_NOT_FIT
 
     def _solved_devices(self) -> int:
         from lit_efficient.evidence.fits import AS_IT_IS
@@ -296,7 +301,7 @@ class _Answer:
             strategy = self.traits.name
         return {"bytes": self.limit, "from": self.limit_from, "devices": self.devices, "strategy": strategy}
 
-    def _tell(self, lines: Sequence[str], **data: Any) -> None:
+    def _tell(self, lines: Sequence[str], **data: object) -> None:
         self.data |= data
         if not self.options.json and lines:
             print("\n".join(lines), flush=True)
@@ -407,7 +412,7 @@ def _advice_lines(advice: "Advice", limit: int, width: int) -> list[str]:
     return lines
 
 
-def _found(found: "Found", names: Sequence[str]) -> dict[str, Any]:
+def _found(found: "Found", names: Sequence[str]) -> dict[str, object]:
     return {
         "settings": list(names),
         "value": found.value,
@@ -438,4 +443,6 @@ def _size(size: float) -> str:
         size /= 1024
         if size < 1000 or unit == "GiB":
             break
-    return f"{size:,.2f} {unit}" if size < 100 else f"{size:,.1f} {unit}"
+    if size < 100:
+        return f"{size:,.2f} {unit}"
+    return f"{size:,.1f} {unit}"

@@ -134,7 +134,9 @@ def paint(text: str, style: str, colour: bool) -> str:
     """Return ``text`` in the colour of ``style``, line by line; without colours, trained text in «»."""
     if colour:
         return re.sub(r"[^\n]+", lambda line: f"{_STYLES[style]}{line[0]}{_RESET}", text)
-    return f"«{text}»" if style == TRAINED else text
+    if style == TRAINED:
+        return f"«{text}»"
+    return text
 
 
 def summary_lines(
@@ -237,7 +239,10 @@ def run(argv: Sequence[str]) -> int:
         data = build_data(rest)
         data.prepare_data()
         data.setup("fit")
-    loader = data.train_dataloader() if options.split == "train" else data.val_dataloader()
+    if options.split == "train":
+        loader = data.train_dataloader()
+    else:
+        loader = data.val_dataloader()
     batch = next(iter(loader))
     if not isinstance(batch, dict) or "input_ids" not in batch or not {"labels", "shift_labels"} & batch.keys():
         raise ConfigurationError(

@@ -70,7 +70,10 @@ def folder_of(name: str) -> Path:
     if not path.exists():
         raise ConfigurationError(f"report: there is no run {name}")
     is_folder = path.is_dir() and path.suffix != ".ckpt"
-    places = [path, real(path / LATEST)] if is_folder else list(path.parents)[:3]
+    if is_folder:
+        places = [path, real(path / LATEST)]
+    else:
+        places = list(path.parents)[:3]
     for place in places:
         if read_record(place) is not None or any((place / sign).exists() for sign in _SIGNS):
             return place

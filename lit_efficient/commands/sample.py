@@ -50,8 +50,14 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--batch_size", type=int, default=16, help="images at a time; does not change the images")
     arguments = parser.parse_args(argv)
     seeds = numbers("--seeds", arguments.seeds)
-    classes = None if arguments.classes is None else numbers("--classes", arguments.classes)
-    prompts = None if arguments.prompts is None else prompts_of(arguments.prompts, "sample", "only texts are supported")
+    if arguments.classes is None:
+        classes = None
+    else:
+        classes = numbers("--classes", arguments.classes)
+    if arguments.prompts is None:
+        prompts = None
+    else:
+        prompts = prompts_of(arguments.prompts, "sample", "only texts are supported")
     output = Path(arguments.output)
     grid = _grid_file(output)
     check_number("sample", "--batch_size", arguments.batch_size, least=1, whole=True)
@@ -110,7 +116,9 @@ def subjects_of(model: Any, classes: Sequence[int] | None, prompts: Sequence[Any
     given = prompts or dict.fromkeys(model.in_turn(_SHOWN)["captions"])
     texts = [Subject(text or "(empty)", f"prompt_{i}", prompt=text) for i, text in enumerate(given)]
     if classes is None:  # the label after the last class means "no class"
-        return [replace(text, label=count) for text in texts] if count else texts
+        if count:
+            return [replace(text, label=count) for text in texts]
+        return texts
     both = [(one, text) for text in texts for one in by_class]
     return [replace(one, name=f"{one.name}: {t.name}", stem=f"{one.stem}_{t.stem}", prompt=t.prompt) for one, t in both]
 

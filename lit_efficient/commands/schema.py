@@ -86,7 +86,7 @@ class _Schema:
     """Builder of schemas from types. Each class has one definition for its arguments."""
 
     def __init__(self) -> None:
-        self.definitions: dict[str, Any] = {}
+        self.definitions: dict[str, object] = {}
         self.known = _known_classes()
 
     def of_parser(self, parser: Any) -> dict[str, Any]:
@@ -116,13 +116,15 @@ class _Schema:
                 place["properties"][f"{leaf}-"] = {"anyOf": [names, {"type": "array", "items": names}]}
         return root
 
-    def of(self, hint: Any) -> dict[str, Any]:
+    def of(self, hint: object) -> dict[str, Any]:
         """Return the schema of a type; for an unknown type the schema allows everything."""
         origin = typing.get_origin(hint) or hint
         arguments = typing.get_args(hint)
         if origin in (typing.Union, types.UnionType):
             parts = [self.of(part) for part in arguments]
-            return {} if {} in parts else {"anyOf": parts}
+            if {} in parts:
+                return {}
+            return {"anyOf": parts}
         if origin is typing.Literal:
             return {"enum": list(arguments)}
         if origin is typing.Annotated:
@@ -137,7 +139,7 @@ class _Schema:
             return _PLAIN[origin].copy()
         return self._of_class(origin, arguments)
 
-    def _of_class(self, kind: type, arguments: Sequence[Any]) -> dict[str, Any]:
+    def _of_class(self, kind: type, arguments: Sequence[object]) -> dict[str, object]:
         if issubclass(kind, enum.Enum):
             return {"enum": list(kind.__members__)}
         if kind is tuple and arguments and arguments[-1] is not Ellipsis:
@@ -177,7 +179,7 @@ class _Schema:
                     found["properties"][horizon] = {"anyOf": [found["properties"][horizon], {"type": "null"}]}
         return {"$ref": f"#/definitions/{name}"}
 
-    def _spec(self, base: type) -> dict[str, Any]:
+    def _spec(self, base: type) -> dict[str, object]:
         """Return a reference to the schema of a subclass of ``base``: its name, or its name with arguments."""
         found: dict[type, list[str]] = {}
         for name, kind in self.known.items():
@@ -240,14 +242,14 @@ def _known_classes() -> dict[str, type]:
     return known
 
 
-def _parts(hint: Any) -> Sequence[Any]:
+def _parts(hint: object) -> Sequence[Any]:
     """Return the members of a union; for another type, the type."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)
 
 
-def _is_list(hint: Any) -> bool:
+def _is_list(hint: object) -> bool:
     kind = typing.get_origin(hint) or hint
     return (
         isinstance(kind, type)

@@ -68,7 +68,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _answer(options: argparse.Namespace, cards: list[Card], width: int) -> str:
-    purpose = _OOM if options.purpose == "oom" else options.purpose
+    purpose = options.purpose
+    if options.purpose == "oom":
+        purpose = _OOM
     if options.json:
         chosen = cards
         if options.name:
@@ -162,7 +164,9 @@ def _use(card: Card) -> str:
     overlay = overlay_of(card)
     if overlay:
         return f"-c {overlay}"
-    return f"--{card.slot}={card.name}" if card.slot in _SINGLE else f"--{card.slot}+={card.name}"
+    if card.slot in _SINGLE:
+        return f"--{card.slot}={card.name}"
+    return f"--{card.slot}+={card.name}"
 
 
 def entry(card: Card, known: dict[tuple[str, str], str]) -> dict[str, Any]:

@@ -33,7 +33,9 @@ def run(argv: Sequence[str]) -> int:
     from lit_efficient.tasks.teacher import TeacherSource
 
     Sampling(arguments.temperature, arguments.top_p).check("write-data")
-    texts_alone = "add --format messages" if arguments.format == "completion" else ""
+    texts_alone = ""
+    if arguments.format == "completion":
+        texts_alone = "add --format messages"
     prompts = read_prompts(Path(arguments.prompts), "write-data", texts_alone)
     spec = arguments.ckpt or CausalLMConfig(arguments.model, dtype=arguments.dtype, quantize=arguments.quantize)
     named = ("format", "temperature", "top_p", "max_new_tokens", "seed", "keep_cut")
@@ -105,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, Any]) -> int:
+def resume(output: Path, prompts: Sequence[str | Turns], settings: dict[str, object]) -> int:
     """Write or compare the settings of a file and remove an incomplete last line.
 
     Returns:

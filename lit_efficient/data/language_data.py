@@ -250,7 +250,9 @@ class LanguageData(ChatDataModule):
     def _mixed_sizes(self) -> list[int]:
         """Return the number of rows or tokens of each source."""
         assert isinstance(self.train_rows, PackedDocuments)
-        return self.train_rows.tokens if self.mixture.by == "tokens" else self.train_rows.rows
+        if self.mixture.by == "tokens":
+            return self.train_rows.tokens
+        return self.train_rows.rows
 
     def _passes(self) -> list[list[float]]:
         """Return the number of passes over each source in an epoch, at each point of the schedule."""

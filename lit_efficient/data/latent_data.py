@@ -143,7 +143,7 @@ class LatentData(KeyedModule):
         return int(self.images.variants)
 
     @property
-    def judge(self) -> Any:
+    def judge(self) -> object:
         """Network of the source that judges images, or None: ``HiddenAlignment(teacher="data.judge")`` uses it."""
         return getattr(self.images, "judge", None)
 
@@ -155,7 +155,9 @@ class LatentData(KeyedModule):
     def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
         """Return the scores of the source for images [M, C, H, W] in [-1, 1]; nothing without a judge."""
         score = getattr(self.images, "score_samples", None)
-        return {} if score is None else dict(score(images, labels))
+        if score is None:
+            return {}
+        return dict(score(images, labels))
 
     def prepare_data(self) -> None:
         """Check the whole cache, or make it. One process does it."""
@@ -180,7 +182,7 @@ class LatentData(KeyedModule):
         buckets = Counter(self.images.bucket_of(index) for index in self.images.train_index)
         self._bucket = max(sorted(buckets), key=lambda bucket: buckets[bucket])
 
-    def write_cache(self, **options: Any) -> dict[str, Any]:
+    def write_cache(self, **options: Any) -> dict[str, object]:
         """Make the cache, or resume an unfinished one, after ``images.setup``. Return its manifest.
 
         Args:
@@ -285,7 +287,7 @@ class LatentData(KeyedModule):
         mean, std = Moments.join(parts).mean_and_std()
         return _rounded(mean), _rounded(std)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> object:
         """Add the features of the teacher to a live batch. A cached batch holds them already."""
         teacher = self.encoders().teacher
         if teacher is None or "features" in batch:

@@ -84,7 +84,9 @@ class LatentDigits(DigitsDataModule):
 
     def check_model(self) -> None:
         """Raise an error if the model of the run does not accept latents of this shape."""
-        module: Any = self.trainer.lightning_module if self.trainer is not None else None
+        module: Any = None
+        if self.trainer is not None:
+            module = self.trainer.lightning_module
         if hasattr(module, "check_latents"):
             module.check_latents(*self.latent_shape)
 
@@ -159,7 +161,7 @@ class LatentDigits(DigitsDataModule):
         sampled = sample_posterior(mean[train], logvar[train], torch.Generator().manual_seed(self.seed))
         held_out = judge_digits(judge, images[train], images[val], labels[val])
         psnr = 10.0 * math.log10(4.0 / (decoded - images[val]).square().mean().item())
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "data": digits.digest(images, labels),
             "transform": digits.TRANSFORM,
             "image_size": self.image_size,

@@ -236,7 +236,10 @@ class PhotoCrops(ImageModule):
             features = self.judge(_as_judged(images.cpu().float()))
             scores = distances_of_features(self._reference, features)
             if labels is not None:
-                photographs = labels.cpu() if self.classes == "photograph" else labels.cpu() // _ROWS
+                if self.classes == "photograph":
+                    photographs = labels.cpu()
+                else:
+                    photographs = labels.cpu() // _ROWS
                 scores["sample_accuracy"] = _accuracy(self.judge, features, photographs)
         return scores
 
@@ -296,7 +299,9 @@ def _accuracy(judge: ConvFeatures, features: Tensor, photographs: Tensor) -> flo
 
 def _as_judged(images: Tensor) -> Tensor:
     """Scale images down to at most 32 x 32 pixels, which limits the cost of the judge."""
-    return F.adaptive_avg_pool2d(images, 32) if images.shape[-1] > 32 else images
+    if images.shape[-1] > 32:
+        return F.adaptive_avg_pool2d(images, 32)
+    return images
 
 
 @functools.cache

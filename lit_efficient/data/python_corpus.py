@@ -143,7 +143,9 @@ class PythonCorpus(ChecksTypes, LightningDataModule):
     @property
     def vocab_size(self) -> int:
         """Number of ids, which may be below the argument if there is little text; known after `setup`."""
-        return self._vocab_size if self._tokenizer is None else self._tokenizer.get_vocab_size()
+        if self._tokenizer is None:
+            return self._vocab_size
+        return self._tokenizer.get_vocab_size()
 
     def check_model(self) -> None:
         """Raise an error if the model of the run cannot read windows of this length."""
@@ -201,7 +203,7 @@ class PythonCorpus(ChecksTypes, LightningDataModule):
             return no_loaders(self)
         return DataLoader(self.val_windows, self.val_batch_size, **loading(self))
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> object:
         """Return the loader of the validation windows: there is no third split."""
         return self.val_dataloader()
 
@@ -217,7 +219,10 @@ class PythonCorpus(ChecksTypes, LightningDataModule):
                 f"PythonCorpus: files.paths hold no text: {len(files)} files were found, all empty or not UTF-8 "
                 f"(such as {files[0][1]})."
             )
-        given = None if self.tokenizer_file is None else token_cache.load_tokenizer(self.tokenizer_file)
+        if self.tokenizer_file is None:
+            given = None
+        else:
+            given = token_cache.load_tokenizer(self.tokenizer_file)
         settings = {
             "vocab_size": self._vocab_size if given is None else None,
             "tokenizer": None if given is None else hashlib.sha256(given.to_str().encode()).hexdigest(),

@@ -179,7 +179,9 @@ class DeferredDraws(TorchDispatchMode):
                         "changed in place afterwards: compute them from a copy"
                     )
                 return value.tensor
-            return value.of(real[value.key]) if isinstance(value, _Place) else value
+            if isinstance(value, _Place):
+                return value.of(real[value.key])
+            return value
 
         for note in reversed(chosen):
             kwargs = _on_cpu(tree_map(realized, note.kwargs))
@@ -255,7 +257,9 @@ def _scratch(value: Tree) -> Tree:
 
 
 def _on_cpu(kwargs: dict[str, Tree]) -> dict[str, Tree]:
-    return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
+    if "device" in kwargs:
+        return {**kwargs, "device": torch.device("cpu")}
+    return kwargs
 
 
 def _generator(kwargs: Tree) -> torch.Generator:

@@ -1,7 +1,6 @@
 """Norm of gradients, sharded or not."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +17,15 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor | None:
     """
     kinds: dict[tuple[bool, torch.device, torch.dtype, object], list[Tensor]] = {}
     for gradient in gradients:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        values = gradient
+        if gradient.is_sparse:
+            values = gradient.coalesce().values()
         mesh = getattr(values, "device_mesh", None)  # torch does not add shards of several meshes
         kinds.setdefault((is_sharded(values), values.device, values.dtype, mesh), []).append(values)
     norms: list[Tensor] = []
     for (sharded, _, dtype, _), tensors in kinds.items():
         wide = torch.float32 if dtype.itemsize < 4 else None  # float16 sums would overflow, bfloat16 ones lose digits
-        norm: Any = torch.linalg.vector_norm(torch.stack(list(foreach_norm(tensors, 2.0, dtype=wide))))
+        norm = torch.linalg.vector_norm(torch.stack(list(foreach_norm(tensors, 2.0, dtype=wide))))
         norms.append(norm.full_tensor() if sharded else norm)
     if not norms:
         return None

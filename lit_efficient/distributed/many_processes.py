@@ -32,12 +32,13 @@ def check_loggers(trainer: "Trainer") -> None:
     Raises:
         ConfigurationError: Naming the first of them.
     """
-    for logger in trainer.loggers if trainer.world_size > 1 else ():
-        if not hasattr(type(logger).log_metrics, "__wrapped__"):
-            raise ConfigurationError(
-                f"{type(logger).__name__}: its log_metrics is not decorated with rank_zero_only, so that each of "
-                f"{trainer.world_size} processes would log"
-            )
+    if trainer.world_size > 1:
+        for logger in trainer.loggers:
+            if not hasattr(type(logger).log_metrics, "__wrapped__"):
+                raise ConfigurationError(
+                    f"{type(logger).__name__}: its log_metrics is not decorated with rank_zero_only, so that each of "
+                    f"{trainer.world_size} processes would log"
+                )
 
 
 def check_split(trainer: "Trainer", data: "LightningDataModule", tensors_in: TensorsIn) -> list[str]:
@@ -108,7 +109,10 @@ def _check_loader(trainer: "Trainer", one: Read, other: Read, world: int) -> lis
         return []
     window = trainer.accumulate_grad_batches
     limit = trainer.limit_train_batches
-    steps = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
+    if isinstance(limit, int):
+        steps = min(steps, limit)
+    else:
+        steps = int(steps * limit)
     if hasattr(trainer.strategy, "check_window"):
         trainer.strategy.check_window(steps, window)
     notes = [f"{rows:,} rows, {steps:,} batches an epoch for each of {world} processes"]

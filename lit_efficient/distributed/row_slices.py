@@ -56,9 +56,14 @@ def own_slices(batch: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: For another batch.
     """
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    ids = None
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or {"labels", "shift_labels"}.isdisjoint(batch):
-        held = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        if isinstance(batch, Mapping):
+            held = ", ".join(map(str, batch))
+        else:
+            held = f"a {type(batch).__name__}"
         raise ConfigurationError(
             f"ShardedStrategy: parallel.context needs batches with input_ids and labels [B, T], got {held}"
         )
@@ -116,12 +121,12 @@ def _scatter(wanted: Tensor) -> Tensor:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: object, own: Tensor) -> tuple[Tensor, Tensor]:
         key, value = _gather(own)
         return key, value
 
     @staticmethod
-    def backward(ctx: Any, *wanted: Tensor) -> Tensor:
+    def backward(ctx: object, *wanted: Tensor) -> Tensor:
         return _scatter(torch.stack(wanted))
 
 

@@ -115,7 +115,10 @@ def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> C
         optimizers: Whether to join the tensors of optimizer states as well.
     """
     place = local_file(path)
-    last = place / LATEST / "last.ckpt" if (place / LATEST).exists() else place / "last.ckpt"
+    if (place / LATEST).exists():
+        last = place / LATEST / "last.ckpt"
+    else:
+        last = place / "last.ckpt"
     folder = next((one for one in (place, last) if (one / ".metadata").is_file() or is_deepspeeds(one)), None)
     if folder is None:
         return read(path)
@@ -143,7 +146,9 @@ def read_shards(folder: Path, optimizers: bool = True, in_file: bool = False) ->
     kinds: dict[str, Any] = {}
     for key, kind in metadata.state_dict_metadata.items():
         path = metadata.planner_data[key]
-        wanted = path[-1] not in tied if path[0] == "state_dict" else optimizers
+        wanted = optimizers
+        if path[0] == "state_dict":
+            wanted = path[-1] not in tied
         if wanted:
             kinds[key] = kind
     wholes = {key: (kind.size, kind.properties.dtype) for key, kind in kinds.items() if hasattr(kind, "chunks")}
@@ -258,7 +263,7 @@ def checkpoint_keys(path: Path) -> set[str]:
     return {places[1] for places in read_metadata(path).planner_data.values() if places[0] == "state_dict"}
 
 
-def check_surplus(module: Any, present: Collection[str], path: Path) -> None:
+def check_surplus(module: nn.Module, present: Collection[str], path: Path) -> None:
     """Refuse a checkpoint with tensors that ``module`` lacks, and that would be dropped unnoticed.
 
     Raises:
@@ -270,10 +275,10 @@ def check_surplus(module: Any, present: Collection[str], path: Path) -> None:
 
 
 @contextmanager
-def asking_for(module: Any, present: Collection[str]) -> Iterator[None]:
+def asking_for(module: nn.Module, present: Collection[str]) -> Iterator[None]:
     """Make ``module`` request only these of its keys from a checkpoint in this context."""
 
-    def leave_out(_: nn.Module, state: dict[str, Any], *__: object) -> None:
+    def leave_out(_: nn.Module, state: dict[str, object], *__: object) -> None:
         for key in state.keys() - present:
             del state[key]
 

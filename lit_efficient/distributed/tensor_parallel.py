@@ -176,7 +176,10 @@ def _divides(layer: nn.Module, style: str, processes: int, name: str) -> bool:
         return True
     plain = type(layer) is (nn.Embedding if style == "embedding_rowwise" else nn.Linear)
     by = "in_features" if style.startswith("rowwise") else "out_features"
-    size = layer.num_embeddings if isinstance(layer, nn.Embedding) else getattr(layer, by, 0)
+    if isinstance(layer, nn.Embedding):
+        size = layer.num_embeddings
+    else:
+        size = getattr(layer, by, 0)
     if plain and size % processes == 0:
         return True
     if style in _WHOLE:

@@ -114,7 +114,7 @@ class _Reading:
         prefix: str,
     ) -> None:
         self.places: Mapping[str, Any]  # file, or records of draws, of each tensor
-        self.opened: dict[Path | DeferredDraws, Any] = {}
+        self.opened: dict[Path | DeferredDraws, object] = {}
         if isinstance(source, DeferredDraws):
             self.places = dict.fromkeys(source.noted(), source)
             self.opened[source] = source
@@ -191,7 +191,10 @@ class _Reading:
             twin.before_load(state, before)
         for table in tensor_tables(twin):
             table.update({n: state[before + n] for n in table if before + n in state})
-        made = part.made_of_weight if isinstance(part, FollowsWeight) else ()
+        if isinstance(part, FollowsWeight):
+            made = part.made_of_weight
+        else:
+            made = ()
         if made:
             twin.follow_weight()
         take_attributes(part, twin)

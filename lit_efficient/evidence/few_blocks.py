@@ -66,7 +66,7 @@ def _structure(block: nn.Module) -> tuple[object, ...]:
     return type(block), *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
 
 
-def _configure_model(self: Any) -> None:
+def _configure_model(self: nn.Module) -> None:
     inner_method(self, "configure_model", _configure_model)()
     few = self.__dict__.pop("_lit_efficient_few", None)
     if few is not None:

@@ -96,7 +96,9 @@ class Fit:
     @property
     def datamodule(self) -> LightningDataModule | None:
         """The DataModule, or ``None`` if the data is no DataModule."""
-        return self.data if hasattr(self.data, "prepare_data") else None
+        if hasattr(self.data, "prepare_data"):
+            return self.data
+        return None
 
     @property
     def loaders(self) -> tuple[Any, ...] | None:
@@ -187,7 +189,7 @@ class LiveFit(FitSource):
                 "fit has none: give callbacks instead"
             )
         # Data is copied first and outside of ``copying``, so that the parts share one copy with real tensors.
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
         copy.deepcopy(self.parts.data, memo)
         with copying or nullcontext():
             fit = copy.deepcopy(self.parts, memo | computed(self.parts.module))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -89,7 +88,7 @@ class _Asked:
 
 def _measure(
     source: FitSource, change: Change, asked: _Asked, folder: Path, tell: Callable[[int], None]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     found = Measured(change.name, asked.seed)
     fit = _made(source, change, asked, folder)
     before = _validated(fit, asked)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -89,7 +89,7 @@ class _Piece:
         self.size = size
         self.kind = kind
         self.away = away  # in CPU memory, if the device is another one
-        self.ref: weakref.ref[Any] | None = None
+        self.ref: weakref.ref[object] | None = None
 
 
 class KindMeter(TorchDispatchMode):
@@ -206,7 +206,7 @@ class KindMeter(TorchDispatchMode):
         self._watched.clear()
 
     @staticmethod
-    def paused() -> contextlib.AbstractContextManager[Any]:
+    def paused() -> contextlib.AbstractContextManager[object]:
         """Return a context in which nothing is counted."""
         return no_dispatch_modes()
 
@@ -254,7 +254,13 @@ class KindMeter(TorchDispatchMode):
             return "logits"
         return "activations"
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func is not ASKS_DEVICE and result is not None:
             # Most operators return one tensor, for which no tree is needed.
@@ -364,7 +370,7 @@ def _vocabularies(module: nn.Module) -> set[int]:
     return {largest} & {getattr(part, "out_features", None) for part in module.modules()}
 
 
-def _head(network: nn.Module) -> Any:
+def _head(network: nn.Module) -> object:
     get_output_embeddings = getattr(network, "get_output_embeddings", None)  # of GPT and of transformers
     if callable(get_output_embeddings):
         return get_output_embeddings()

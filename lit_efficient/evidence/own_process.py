@@ -40,7 +40,7 @@ class TaskFailed(Exception):
 
 
 def own_process(
-    task: Callable[..., Any],
+    task: Callable[..., object],
     *given: object,
     heard: Callable[[int], None] = lambda step: None,
     log: Path | None = None,
@@ -145,7 +145,7 @@ def _death(code: int | None) -> str:
 
 
 def _child(
-    task: Callable[..., Any], given: tuple[object, ...], pipe: Connection, log: Path | None, threads: int
+    task: Callable[..., object], given: tuple[object, ...], pipe: Connection, log: Path | None, threads: int
 ) -> None:
     with contextlib.suppress(OSError, AttributeError):
         os.setsid()  # so that Ctrl-C reaches only the parent
@@ -164,7 +164,7 @@ def _child(
     os._exit(0)
 
 
-def _run(task: Callable[..., Any], given: tuple[object, ...], pipe: Connection, parent: int, threads: int) -> None:
+def _run(task: Callable[..., object], given: tuple[object, ...], pipe: Connection, parent: int, threads: int) -> None:
     def tell(number: int) -> None:
         # Without a parent no process reads the result.
         if os.getppid() != parent:

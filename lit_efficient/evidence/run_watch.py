@@ -80,7 +80,9 @@ class Measured:
     @property
     def step_time(self) -> float:
         """Median seconds of a step; NaN without steps."""
-        return statistics.median(self.timed) if self.timed else math.nan
+        if self.timed:
+            return statistics.median(self.timed)
+        return math.nan
 
     @property
     def rate(self) -> float:
@@ -118,9 +120,11 @@ class StepWatch(Callback):
         self.cpu_time = cpu_time
         self._device = torch.device("cpu")
         # Marks are seconds or CUDA events. There is one before the first step and one after each.
-        self._marks: list[Any] = []
+        self._marks: list[object] = []
         self._cpu: list[float] = []
-        self._pauses: list[tuple[int, Any, Any]] = []  # of validations: number of steps before, first and last mark
+        self._pauses: list[
+            tuple[int, object, object]
+        ] = []  # of validations: number of steps before, first and last mark
         self._amounts: list[float | Tensor] = []
         self._losses: list[list[Any]] = []
         self._window: list[tuple[float | Tensor, Any]] = []  # batches since the last step

@@ -72,7 +72,7 @@ def prepared_folder(folder: Path, build: Callable[[Path], None], problem: Callab
     return folder
 
 
-def seal(folder: Path, form: int, about: Mapping[str, Any]) -> None:
+def seal(folder: Path, form: int, about: Mapping[str, object]) -> None:
     """Write the manifest of a folder: format number ``form``, size and hash of each file, and ``about`` unchanged."""
     listed = {}
     for path in sorted(folder.rglob("*")):
@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return read_json(folder / MANIFEST)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a mapping and its hash atomically."""
     with replacing(path) as file:
         file.write((json.dumps(with_hash(content), indent=1) + "\n").encode())
@@ -105,13 +105,13 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from error
 
 
-def with_hash(content: Mapping[str, Any]) -> dict[str, Any]:
+def with_hash(content: Mapping[str, object]) -> dict[str, object]:
     """Return a mapping with an entry for its own hash."""
     # Through JSON, because numbers and keys must be hashed as a reader finds them.
     return {**content, _DIGEST: digest_of(json.loads(json.dumps(content)))}
 
 
-def without_hash(found: Any) -> dict[str, Any]:
+def without_hash(found: Any) -> dict[str, object]:
     """Return the mapping that :func:`with_hash` was given.
 
     Raises:

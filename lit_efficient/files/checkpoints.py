@@ -182,7 +182,7 @@ def _finite_or_mask(tensor: Tensor) -> bool:
     return not math.isnan(most) and least != -most and not values[values.isfinite()].any()
 
 
-def check_piece(data: bytes, where: str) -> Any:
+def check_piece(data: bytes, where: str) -> object:
     """Return what ``torch.save`` wrote into a part of a file, like :func:`load_verified`.
 
     Args:
@@ -203,7 +203,7 @@ def check_piece(data: bytes, where: str) -> Any:
         raise DamagedError(f"{where} is damaged ({str(error).splitlines()[0][:200]})") from error
 
 
-def weights_alone(checkpoint: Checkpoint, state_dict: dict[str, Any], kind: str) -> Checkpoint:
+def weights_alone(checkpoint: Checkpoint, state_dict: dict[str, object], kind: str) -> Checkpoint:
     """Return a checkpoint without the states of training.
 
     Args:
@@ -299,13 +299,18 @@ def _checksums() -> Iterator[None]:
 def _cannot_write(target: Path, error: OSError, written: int) -> str:
     existing = next(folder for folder in [target.parent, *target.parent.parents] if folder.exists())
     free = shutil.disk_usage(existing).free
-    kept = "the previous file is unchanged" if target.exists() else "nothing was left behind"
+    if target.exists():
+        kept = "the previous file is unchanged"
+    else:
+        kept = "nothing was left behind"
     reason = error.strerror or str(error)
     return f"cannot write the checkpoint {target}: {reason} after {_size(written)} ({_size(free)} free); {kept}"
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.1f} MB"
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GB"
+    return f"{count / 2**20:.1f} MB"
 
 
 def _warn_of_classes(temporary: Path, target: Path) -> None:
@@ -369,7 +374,7 @@ def _check_records(file: IO[bytes], source: Path | str) -> None:
         raise DamagedError(f"the checkpoint {source} is damaged: its record {bad} does not match its checksum")
 
 
-def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> Any:
+def _load(file: IO[bytes], source: Path, mapped: bool, verified: bool) -> object:
     # torch opens a mapped file twice by its name. The name of the open handle always leads to the same file, even if
     # another process replaces the checkpoint in between. Without such names nothing is mapped.
     same = f"/proc/self/fd/{file.fileno()}"

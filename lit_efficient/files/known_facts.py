@@ -51,7 +51,7 @@ def known_facts(key: str | None) -> dict[str, Any]:
         return {}
 
 
-def note_facts(key: str | None, facts: Mapping[str, Any]) -> None:
+def note_facts(key: str | None, facts: Mapping[str, object]) -> None:
     """Add facts under a key; without a key do nothing."""
     if key is None:
         return

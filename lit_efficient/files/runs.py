@@ -83,7 +83,7 @@ def real(path: Path) -> Path:
     return Path(absolute if relative.startswith("..") else relative)
 
 
-def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+def write_record(folder: Path, record: Mapping[str, object]) -> None:
     """Write facts about a run that later runs need: its parent, and its loggers' names."""
     with replacing(folder / _RECORD) as file:
         file.write(json.dumps(record, indent=1).encode())

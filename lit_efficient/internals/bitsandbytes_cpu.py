@@ -25,7 +25,7 @@ def keep_unpacked(network: nn.Module) -> None:
 
     Packed layers lose the gradient of their input, and raise an error for sizes that are not multiples of 32.
     """
-    layers: Iterable[Any] = network.modules()
+    layers: Iterable[object] = network.modules()
     for layer in layers:
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False

@@ -24,7 +24,10 @@ def contents(value: object, most: int | None = None) -> list[Any]:
     kind = _container(value)
     if kind is None:
         return []
-    items = chain(kind.keys(value), kind.values(value)) if issubclass(kind, dict) else kind.__iter__(value)
+    if issubclass(kind, dict):
+        items = chain(kind.keys(value), kind.values(value))
+    else:
+        items = kind.__iter__(value)
     return [*islice(items, most)]
 
 
@@ -48,12 +51,12 @@ def is_mutable(value: object) -> bool:
     return issubclass(type(value), dict | list | set | deque)
 
 
-def restorer(container: Any) -> Callable[[], None]:
+def restorer(container: object) -> Callable[[], None]:
     """Return a function that puts the present items of a mutable container back, in place and in their order."""
     kind = _container(container)
     fill = kind.update if issubclass(kind, dict | set) else kind.extend
-    items = dict(kind.items(container)) if issubclass(kind, dict) else contents(container)
     kept = contents(container)
+    items = dict(kind.items(container)) if issubclass(kind, dict) else kept
 
     def restore() -> None:
         now = contents(container)

@@ -83,7 +83,7 @@ def set_attention(config: Any, name: str) -> None:
     config._attn_implementation = name
 
 
-def from_config(kind: Any, config: Any, **options: Any) -> Any:
+def from_config(kind: Any, config: object, **options: object) -> Any:
     """Build a transformers model with random weights: ``from_config`` of auto classes, else ``_from_config``."""
     make = getattr(kind, "from_config", None) or kind._from_config
     return make(config, **options)
@@ -132,7 +132,7 @@ def balancing_over(network: nn.Module, real: Tensor | None) -> Iterator[None]:
     own = home.load_balancing_loss_func
     signature = inspect.signature(own)
 
-    def over_real(*args: Any, **kwargs: Any) -> Any:
+    def over_real(*args: object, **kwargs: object) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.arguments["attention_mask"] = real
         return own(*bound.args, **bound.kwargs)
@@ -167,15 +167,17 @@ def language_auto_class(config: Any) -> Any:
     if of_images is None or config.is_encoder_decoder:
         return AutoModelForCausalLM
     named = of_images.__name__ in (config.architectures or ())
-    return AutoModelForImageTextToText if of_text is None or named else AutoModelForCausalLM
+    if of_text is None or named:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
-def model_class_of(auto: Any, config: Any) -> Any:
+def model_class_of(auto: Any, config: object) -> object:
     """Return the class that an auto class of transformers builds for a config, or ``None``: ``_model_mapping``."""
     return auto._model_mapping.get(type(config), None)
 
 
-def causal_model_of(config: Any) -> Any:
+def causal_model_of(config: object) -> Any:
     """Return the class of the language model of a config, or ``None``: ``_model_mapping`` of its auto class."""
     return model_class_of(language_auto_class(config), config)
 
@@ -204,8 +206,10 @@ def generation_json(network: object) -> str | None:
 
     The configuration of a model does not contain them.
     """
-    settings: Any = getattr(network, "generation_config", None)
-    return None if settings is None else str(settings.to_json_string(use_diff=True, keys_to_pop=["compile_config"]))
+    settings = getattr(network, "generation_config", None)
+    if settings is None:
+        return None
+    return str(settings.to_json_string(use_diff=True, keys_to_pop=["compile_config"]))
 
 
 def take_generation(network: Any, settings: str | None) -> None:
@@ -227,7 +231,7 @@ def stopping_at(settings: Any, stop: Sequence[int]) -> Any:
     return changed
 
 
-def classifier_of(config: Any) -> Any:
+def classifier_of(config: object) -> Any:
     """Return the class for sequence classification of a config, or ``None``, as :func:`model_class_of`."""
     from transformers import AutoModelForSequenceClassification
 
@@ -249,7 +253,7 @@ def chat_environment(template: str) -> Any:
     return chat_template_utils._compile_jinja_template(template).environment
 
 
-def template_messages(messages: Sequence[Any]) -> list[Any]:
+def template_messages(messages: Sequence[object]) -> list[object]:
     """Return copies of messages in the form that transformers passes to chat templates.
 
     ``_plain_template_data`` and ``_alias_reasoning_fields``, which earlier versions do not have.

@@ -39,7 +39,7 @@ def empty_from_config(kind: Any, config: Any, **options: Any) -> Any:
     return model
 
 
-def replacing_config(replacing: Replacing) -> Any:
+def replacing_config(replacing: Replacing) -> object:
     """Return a ``quantization_config`` for ``from_pretrained`` that replaces layers. The network does not keep it."""
     return _kind()(replacing)
 
@@ -57,7 +57,7 @@ def _kind() -> Any:
             self.quant_method = _METHOD  # type: ignore[assignment]
             self.replacing = replacing
 
-        def __deepcopy__(self, memo: dict[int, Any]) -> "Config":
+        def __deepcopy__(self, memo: dict[int, object]) -> "Config":
             return self
 
         def to_dict(self) -> dict[str, Any]:
@@ -103,18 +103,18 @@ def _kind() -> Any:
         def is_serializable(self) -> bool:
             return False
 
-        def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        def param_needs_quantization(self, model: nn.Module, param_name: str, **_: object) -> bool:
             return param_name.endswith(".weight") and param_name.removesuffix(".weight") in self.layers
 
         def get_quantize_ops(self) -> Replace:
             return Replace(self)
 
-        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:
             self.layers = self.replacing.chosen(model)
             for pair in model.all_tied_weights_keys.items():
                 self.layers -= {name.rpartition(".")[0] for name in pair}
 
-        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> object:
             self.remove_quantization_config(model)
             vars(model).pop("is_quantized", None)
             for part in model.modules():

@@ -33,7 +33,7 @@ def load_processor(name: str, kind: Any = None) -> Any:
     return kind.from_pretrained(name, trust_remote_code=False)
 
 
-def _named_class(name: str) -> Any:
+def _named_class(name: str) -> object:
     """Return the class of a processor that its files name, or that belongs to the model of its folder; else None."""
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -80,13 +80,15 @@ def processor_files(name: str) -> dict[str, str]:
     return found
 
 
-def _without_videos(kind: Any, name: str) -> Any:
+def _without_videos(kind: Any, name: str) -> object:
     """Load a processor whose ``video_processor`` is None: ``check_argument_for_proper_class`` compares the parts."""
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 
     class ImagesOnly(kind):
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+        def check_argument_for_proper_class(self, argument_name: str, argument: object) -> object:
+            if argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
 
     ImagesOnly.__name__ = kind.__name__
     with temporarily(AutoVideoProcessor, from_pretrained=lambda *_, **__: None):

@@ -43,7 +43,9 @@ def _is_section(action: argparse.Action) -> bool:
 
 def subcommands(parser: ArgumentParser) -> dict[str, ArgumentParser]:
     """Return the parsers of subcommands by name: ``_subcommands_action``."""
-    return parser._subcommands_action.choices if parser._subcommands_action else {}
+    if parser._subcommands_action:
+        return parser._subcommands_action.choices
+    return {}
 
 
 def spelt_for(parser: ArgumentParser, words: Sequence[str]) -> list[str]:
@@ -89,7 +91,7 @@ class ChecksEmptyValues:
     Jsonargparse takes null for "not given". The mix-in overrides ``_check_value_key``.
     """
 
-    def _check_value_key(self, action: Any, value: Any, key: str, cfg: Any, append: bool = False) -> Any:
+    def _check_value_key(self, action: Any, value: Any, key: str, cfg: object, append: bool = False) -> object:
         hint = getattr(action, "_typehint", Any)
         if value is None and getattr(action, "default", None) is not None and not _accepts_null(hint):
             raise TypeError(f'Parser key "{key}":\n  Expected a {hint}. Got value: null')
@@ -99,7 +101,7 @@ class ChecksEmptyValues:
         return super()._check_value_key(action, value, key, cfg, append=append)  # type: ignore[misc]  # of the parser
 
 
-def _accepts_null(hint: Any) -> bool:
+def _accepts_null(hint: object) -> bool:
     if hint in (None, Any, object, type(None)):
         return True
     if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):

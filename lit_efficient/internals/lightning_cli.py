@@ -12,7 +12,7 @@ CLASS_PATH = "_class_path"  # the key of the class in the hyper-parameters that 
 class OpenCLI(LightningCLI):
     """Lightning's command line with public names for its private steps. A checkpoint overrides no config."""
 
-    def part(self, config: Namespace, key: str, default: Any = None) -> Any:
+    def part(self, config: Namespace, key: str, default: object = None) -> Any:
         """Return an entry of a config, inside the subcommand if there is one: ``_get``."""
         return self._get(config, key, default)
 
@@ -20,7 +20,10 @@ class OpenCLI(LightningCLI):
         """Set ``config_dump``, as ``_dump_config`` does, to the checked config as plain data."""
         text = self.parser.dump(self.config, "yaml", False, skip_validation=True, skip_link_targets=False)
         dump = yaml.safe_load(text)
-        self.config_dump = dump[self.config.subcommand] if "subcommand" in self.config else dump
+        if "subcommand" in self.config:
+            self.config_dump = dump[self.config.subcommand]
+        else:
+            self.config_dump = dump
 
     def run_subcommand(self, subcommand: str) -> None:
         """Run the subcommand after all parts are built: ``_run_subcommand``."""

@@ -51,7 +51,7 @@ def validate_on(trainer: Trainer, loaders: Any, batches: list[int]) -> None:
     loop._last_val_dl_reload_epoch = trainer.current_epoch
 
 
-def validation_loaders(trainer: Trainer) -> Any:
+def validation_loaders(trainer: Trainer) -> object:
     """Return the validation loaders of a fit, created now if necessary, or ``None``: ``val_loop.setup_data``."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     if not trainer.enable_validation or not data_source(loop).is_defined():
@@ -65,12 +65,12 @@ def wants_distributed_sampler(trainer: Trainer, loader: Any) -> bool:
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
 
 
-def sampler_inside(sampler: Any) -> Any:
+def sampler_inside(sampler: object) -> Any:
     """Return the sampler inside a ``DistributedSamplerWrapper``, or ``None`` for other samplers: ``_sampler``."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
-def prepared(trainer: Trainer, loader: Any) -> Any:
+def prepared(trainer: Trainer, loader: object) -> Any:
     """Return a training loader as a fit uses it, with the rows split over processes.
 
     ``_data_connector._prepare_dataloader``.

@@ -24,7 +24,7 @@ class _Passing:
     handed: Callable[[Any], Any]  # called with a batch when the loop gets it, and returns it
     _waiting: tuple[Any, dict[str, Any]] | None = None  # batch that was read ahead, and the counters after it
 
-    def __next__(self: Any) -> Any:
+    def __next__(self: Any) -> object:
         if self._waiting is None:
             item = self._read()
         else:
@@ -36,7 +36,7 @@ class _Passing:
         batch, *place = item
         return (self.handed(batch), *place)
 
-    def _read(self: Any) -> Any:
+    def _read(self) -> object:
         self.asked()
         try:
             batch, *place = super().__next__()  # type: ignore[misc]
@@ -78,7 +78,7 @@ def pass_through(
     return True
 
 
-def read_ahead(trainer: Trainer) -> Any:
+def read_ahead(trainer: Trainer) -> object:
     """Read the next batch of a fit now, and return the states of the loaders before it (``None`` without a batch)."""
     fetcher = trainer.fit_loop._data_fetcher
     if not isinstance(fetcher, _Passing) or fetcher._waiting is not None or fetcher.done:
@@ -91,7 +91,7 @@ def read_ahead(trainer: Trainer) -> Any:
     return states
 
 
-def put_states(checkpoint: dict[str, Any], states: Any) -> None:
+def put_states(checkpoint: dict[str, Any], states: object) -> None:
     """Replace the states of the training loaders in a checkpoint, if it has any: ``fit_loop.on_save_checkpoint``."""
     state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     if "combined_loader" in state:

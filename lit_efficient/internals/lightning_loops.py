@@ -12,6 +12,7 @@ from lightning.fabric.utilities.data import sized_len
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from torch import nn
 
 DATA_FETCHER = "_DataFetcher"  # class of the objects that pass batches to a loop
 BEFORE_TRANSFER = "_on_before_batch_transfer"  # method of a module that is called with each batch on the host
@@ -58,7 +59,7 @@ def recount(trainer: Trainer) -> None:
             trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
 
 
-def zeroes_by_hand(module: Any) -> bool:
+def zeroes_by_hand(module: nn.Module) -> bool:
     """Return whether a module overrides ``optimizer_zero_grad``."""
     return not module.optimizer_zero_grad.__module__.startswith(("lightning.", "pytorch_lightning."))
 

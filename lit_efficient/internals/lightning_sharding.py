@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from torch.optim import Optimizer
 
 from lit_efficient.internals.wraps import does_nothing, inner_method
 
@@ -28,7 +30,7 @@ class ShardingBase(ModelParallelStrategy):
         self._tensor_parallel_size = tensor_parallel
         self._data_parallel_size = self.num_nodes * self.num_processes // tensor_parallel
 
-    def run_as_forward(self, module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    def run_as_forward(self, module: LightningModule, name: str, *args: object, **kwargs: object) -> object:
         """Call a method of ``module`` inside the hooks of its forward pass, which gather parameters."""
         had_own = "forward" in module.__dict__
         try:
@@ -47,7 +49,7 @@ class ZeroBase(DeepSpeedStrategy):
 
     _stepped: Container[int] = ()  # ids of the parameters that the engine steps
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise an error if DeepSpeed cannot use the optimizer. The default accepts all."""
 
     def _init_optimizers(self) -> Any:
@@ -88,6 +90,6 @@ def _requiring(module: Any, wanted: Callable[[Any], bool]) -> Iterator[None]:
             p.requires_grad_(required)
 
 
-def configure_model(self: Any) -> None:
+def configure_model(self: LightningModule) -> None:
     """Wrap of ``configure_model`` that makes Lightning believe it is overridden, as it requires for this strategy."""
     inner_method(self, "configure_model", configure_model)()

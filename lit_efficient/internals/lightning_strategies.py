@@ -17,6 +17,7 @@ from lit_efficient.errors import LitEfficientError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import Strategy
 
 _REPLICATES = {"DDPStrategy"}
 _FLATTENS = {"FSDPStrategy", "DeepSpeedStrategy"}  # the second of these is a subclass of DDPStrategy
@@ -50,7 +51,7 @@ class Traits:
         return self.name == "DeepSpeedStrategy"
 
 
-def traits_of(strategy: Any) -> Traits:
+def traits_of(strategy: object) -> Traits:
     """Return the properties of a strategy of Lightning or of a class derived from one."""
     names = [base.__name__ for base in type(strategy).__mro__]
     flattens = not _FLATTENS.isdisjoint(names)
@@ -86,7 +87,7 @@ def readers(trainer: Trainer) -> int:
     return int(places.get("num_replicas", trainer.world_size)) * slices
 
 
-def is_parallel(strategy: Any) -> bool:
+def is_parallel(strategy: Strategy) -> bool:
     """Return whether a strategy supports several processes: ``ParallelStrategy``."""
     return any(base.__name__ == "ParallelStrategy" for base in type(strategy).__mro__)
 
@@ -113,15 +114,19 @@ def traits_named(given: Any) -> Traits:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
     path = given
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     if isinstance(given, dict):
         path = given.get("class_path")
         own = given.get("init_args") or {}
     if path in (None, "auto"):
         return traits_of(DDPStrategy.__new__(DDPStrategy))
     named = path in StrategyRegistry
-    known: dict[str, Any] = StrategyRegistry[path] if named else {"strategy": locate(str(path))}
-    kind: Any = known["strategy"]
+    known: dict[str, Any]
+    if named:
+        known = StrategyRegistry[path]
+    else:
+        known = {"strategy": locate(str(path))}
+    kind = known["strategy"]
     defaults = {name: parameter.default for name, parameter in inspect.signature(kind.__init__).parameters.items()}
     stage = (defaults | known.get("init_params", {}) | own).get("stage", 3)
     return replace(traits_of(kind.__new__(kind)), stage=stage if isinstance(stage, int) else 3)
@@ -147,4 +152,6 @@ def forget_first_backward(strategy: Any) -> None:
 def _namespace(kind: type) -> str:
     """Return which of Lightning's two packages a class derives from."""
     names = [base.__module__ for base in kind.__mro__]
-    return "pytorch_lightning" if any(name.startswith("pytorch_lightning.") for name in names) else "lightning.pytorch"
+    if any(name.startswith("pytorch_lightning.") for name in names):
+        return "pytorch_lightning"
+    return "lightning.pytorch"

@@ -13,6 +13,7 @@ from lit_efficient.internals.wraps import unwrap_method, wrap_method
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from torch import nn
 
     class StandaloneCallback:
         """``pytorch_lightning.Callback``, or an empty class."""
@@ -67,7 +68,7 @@ class AskedEarly(TrainerOnly):
         return self.__dict__["log"]
 
     @log.setter
-    def log(self, function: Any) -> None:
+    def log(self, function: Callable[..., object]) -> None:
         self.__dict__["log"] = function
         module: Any = getattr(function, "__self__", None)
         if trainer_of(module) is not None:
@@ -78,7 +79,7 @@ class AskedEarly(TrainerOnly):
         raise NotImplementedError
 
 
-def trainer_of(module: Any) -> Any:
+def trainer_of(module: nn.Module) -> Any:
     """Return the trainer of a module, or ``None``. ``module.trainer`` would raise an error: ``_trainer``."""
     return getattr(module, "_trainer", None)
 
@@ -100,8 +101,7 @@ def signal_connector(trainer: Trainer) -> Any:
 
 def original_handlers(trainer: Trainer) -> dict[int, Any]:
     """Return the handlers that Lightning restores after a run: ``_signal_connector._original_handlers``."""
-    handlers: dict[int, Any] = trainer._signal_connector._original_handlers
-    return handlers
+    return trainer._signal_connector._original_handlers
 
 
 def answer_sigterm(trainer: Trainer, function: Callable[..., Any]) -> None:
@@ -118,7 +118,7 @@ def answer_sigterm(trainer: Trainer, function: Callable[..., Any]) -> None:
         wrap_method(trainer._signal_connector, "_sigterm_notifier_fn", function)
 
 
-def leave_sigterm(trainer: Trainer, function: Callable[..., Any]) -> None:
+def leave_sigterm(trainer: Trainer, function: Callable[..., object]) -> None:
     """Restore Lightning's handler of SIGTERM for its next run."""
     unwrap_method(trainer._signal_connector, "_sigterm_notifier_fn", function)
 
@@ -130,7 +130,7 @@ def logger_connector(trainer: Trainer) -> Any:
 
 def has_validation_data(trainer: Trainer) -> bool:
     """Return whether a fit has a validation step and a loader for it: ``val_loop._data_source``."""
-    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    loop = trainer.fit_loop.epoch_loop.val_loop
     own = trainer.lightning_module.validation_step.__module__
     return loop._data_source.is_defined() and not own.startswith(("lightning.", "pytorch_lightning."))
 
@@ -175,7 +175,7 @@ def begin_fit(trainer: Trainer, module: LightningModule, datamodule: Any) -> Non
     _verify_loop_configurations(trainer)
 
 
-def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
+def checkpoint_of(trainer: Trainer) -> dict[str, object]:
     """Return the contents of a full checkpoint, with all hooks: ``_checkpoint_connector.dump_checkpoint``."""
     return dict(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 

@@ -47,7 +47,9 @@ class LateWandbLogger(WandbLogger):
 
     @property
     def version(self) -> str | None:
-        return self._experiment.id if self._experiment else self._id
+        if self._experiment:
+            return self._experiment.id
+        return self._id
 
     def begin(self) -> Any:
         """Begin the run, if it has not begun, and return it."""
@@ -138,7 +140,7 @@ class _Waiting:
         self.logger = logger
         self._part = part
 
-    def update(self, values: Mapping[str, Any], **options: Any) -> None:
+    def update(self, values: Mapping[str, object], **options: object) -> None:
         kept = dict(values)
         self.logger.later(lambda run: getattr(run, self._part).update(kept, **options))
 
@@ -155,7 +157,9 @@ class _Waiting:
 @functools.cache
 def _late(kind: type[WandbLogger]) -> type[LateWandbLogger]:
     """Return a subclass of ``kind`` that begins late."""
-    return LateWandbLogger if kind is WandbLogger else type(kind.__name__, (LateWandbLogger, kind), {})
+    if kind is WandbLogger:
+        return LateWandbLogger
+    return type(kind.__name__, (LateWandbLogger, kind), {})
 
 
 def _blank(kind: type[WandbLogger]) -> LateWandbLogger:

@@ -30,7 +30,9 @@ _SUMMED = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum",
 
 def kind_of(device: torch.device) -> str:
     """Return the type of a device, or the type that it stands for."""
-    return "cuda" if _STANDS and device.type == "cpu" else device.type
+    if _STANDS and device.type == "cpu":
+        return "cuda"
+    return device.type
 
 
 @contextmanager
@@ -55,21 +57,21 @@ def _has(key: str, name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
-def _operator(name: str) -> Any:
+def _operator(name: str) -> object:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _widened(operator: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: Any, **kwargs: Any) -> object:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
             return operator(*(one.float() if _is_narrow(one) else one for one in args), **kwargs)
 
     return kernel
 
 
-def _summed(operator: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, dtype: torch.dtype | None = None) -> Any:
+def _summed(operator: Any) -> Callable[..., object]:
+    def kernel(*args: object, dtype: torch.dtype | None = None) -> object:
         given = {}
         if len(args) < len(operator._schema.arguments):  # otherwise dtype is positional
             given["dtype"] = torch.float32 if dtype is None and _is_narrow(args[0]) else dtype

@@ -41,7 +41,6 @@ def gradients_of_part(
         causal: Whether the mask is causal.
         scale: Factor on the logits, or ``None`` for the default.
     """
-    found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         wanted, query, key, value, *whole, 0.0, causal, scale=scale
     )
-    return found

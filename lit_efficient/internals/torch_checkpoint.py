@@ -22,11 +22,11 @@ def without_recomputation() -> Iterator[list[str]]:
         """Replacement of the reentrant implementation."""
 
         @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        def apply(function: Callable[..., object], preserve: bool, *args: object) -> Any:
             seen.append(getattr(function, "__qualname__", type(function).__name__))
             return function(*args)
 
-    def kept(function: Callable[..., Any], *_: Any, **__: Any) -> Iterator[None]:
+    def kept(function: Callable[..., object], *_: object, **__: object) -> Iterator[None]:
         seen.append(getattr(function, "__qualname__", type(function).__name__))
         yield
 

@@ -41,7 +41,7 @@ def draws_as_uncompiled() -> Iterator[None]:
         yield
 
 
-def swap_setting(name: str, value: Any) -> Any:
+def swap_setting(name: str, value: object) -> Any:
     """Set an entry of ``torch._functorch.config``, and return its previous value."""
     from torch._functorch import config
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -55,7 +55,7 @@ def has_values(tensor: Tensor) -> bool:
     return tensor.layout != torch.strided or tensor.numel() < 2 or any(tensor.stride())
 
 
-def saving_hooks() -> tuple[Any, Any] | None:
+def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """Return the innermost ``saved_tensors_hooks``: ``torch._C._autograd._top_saved_tensors_default_hooks``."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -70,7 +70,7 @@ def after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def recomputes(outer: Any) -> bool:
+def recomputes(outer: nn.Module) -> bool:
     """Return whether activation checkpointing is recomputing a part of the forward pass.
 
     It is if other hooks are active than ``outer``, the :func:`saving_hooks` outside the checkpoint, or, with
@@ -83,7 +83,7 @@ def recomputes(outer: Any) -> bool:
     return (hooks is not None and hooks != outer) or node == "CheckpointFunctionBackward"
 
 
-def changes_arguments(func: Any) -> bool:
+def changes_arguments(func: Callable[..., object]) -> bool:
     """Return whether an operator may write to its arguments: ``_schema.is_mutable``. Functions without schema may."""
     return not hasattr(func, "_schema") or bool(func._schema.is_mutable)
 
@@ -102,14 +102,14 @@ def truncated_draws(change: Callable[[Callable[..., Any]], Callable[..., Any]]) 
         torch.nn.init._no_grad_trunc_normal_ = inner
 
 
-def operator_of(func: Any) -> tuple[Any, str]:
+def operator_of(func: Any) -> tuple[object, str]:
     """Return the overload packet of an operator, and its name with namespace: ``_overloadpacket``, ``_schema``."""
     if isinstance(func, HigherOrderOperator):
         return func, func.name()
     return func._overloadpacket, func._schema.name
 
 
-def compared_axis(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+def compared_axis(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> int | None:
     """Return the axis of an operator that returns one tensor, or two, and changes none: ``_schema``."""
     if isinstance(func, HigherOrderOperator) or func._schema.is_mutable:
         return None

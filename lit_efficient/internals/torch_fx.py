@@ -60,12 +60,14 @@ class _Recorder(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._opaque(m)
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if self.is_leaf_module(m, ""):
             return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
         return m.forward(*args, **kwargs)  # without hooks, which may have side effects
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+    def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: object) -> Any:
         return attr_val
 
     def create_arg(self, a: Any) -> Any:
@@ -76,7 +78,7 @@ class _Recorder(Tracer):
         except NotImplementedError:  # an object of a class that torch.fx does not know
             return None
 
-    def to_bool(self, obj: Any) -> bool:
+    def to_bool(self, obj: object) -> bool:
         self._asked += 1
         if self._asked > _MOST_ANSWERS:  # a loop that would not end with this answer
             raise RuntimeError
@@ -128,7 +130,10 @@ def _record(module: nn.Module, opaque: Callable[[nn.Module], bool], every: bool 
     Returns:
         The graph, or ``None`` if the forward cannot be traced.
     """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    if torch.cuda.is_initialized():
+        devices = [torch.cuda.current_device()]
+    else:
+        devices = []
     state = random.getstate()
     put_back = _snapshot(module)
     # torch cannot answer for the device of a stand-in. Autocast changes no relation between values.
@@ -221,7 +226,9 @@ def adds_to_input(
         return not whole or type(part).__module__.startswith("torch.nn") or not has_parts(part)
 
     graph = _record(module, opaque)
-    return None if graph is None else _adds(graph, module, adding, argument)
+    if graph is None:
+        return None
+    return _adds(graph, module, adding, argument)
 
 
 def _adds(graph: Graph, module: nn.Module, adding: Collection[int], argument: int) -> bool | None:
@@ -237,9 +244,14 @@ def _kind_of(node: Node, inputs: set[_Kind], module: nn.Module, adding: Collecti
     """Return the kind of a value from the kinds of the values that it is computed from."""
     if node.op == "placeholder":
         return _Kind.NONE
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if isinstance(node.target, str):
+        name = node.target
+    else:
+        name = getattr(node.target, "__name__", "")
     if name == "getitem" and node.all_input_nodes[0].op == "placeholder":
-        return _Kind.INPUT if node.args[1] == argument else _Kind.NONE
+        if node.args[1] == argument:
+            return _Kind.INPUT
+        return _Kind.NONE
     kinds = inputs - {_Kind.NONE}
     if not kinds or name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
         return _Kind.NONE
@@ -252,7 +264,9 @@ def _kind_of(node: Node, inputs: set[_Kind], module: nn.Module, adding: Collecti
             return _Kind.BRANCH
         return _Kind.SUM if both else max(kinds)
     if name in _ADDS:
-        return _Kind.SUM if both or kinds >= {_Kind.INPUT, _Kind.CARRIED} else max(kinds)
+        if both or kinds >= {_Kind.INPUT, _Kind.CARRIED}:
+            return _Kind.SUM
+        return max(kinds)
     given = (*node.args, *node.kwargs.values())
     uses_matrix = any(isinstance(a, nn.Parameter) and _is_matrix(a) for a in given)
     if _Kind.BRANCH in kinds or (name != "mul" and uses_matrix):
@@ -454,9 +468,10 @@ def fed_alone(module: nn.Module) -> dict[str, set[str]]:
     """
     graph = _record(module, lambda part: not has_parts(part)) or _record(module, lambda part: True)
     found: dict[str, set[str]] = {}
-    for node in graph.nodes if graph is not None else ():
-        if node.op == "call_module":
-            users = list(node.users)
-            alone = len(users) == 1 and users[0].op == "call_module" and users[0].args[:1] == (node,)
-            found.setdefault(_name_of(node), set()).add(_name_of(users[0]) if alone else "")
+    if graph is not None:
+        for node in graph.nodes:
+            if node.op == "call_module":
+                users = list(node.users)
+                alone = len(users) == 1 and users[0].op == "call_module" and users[0].args[:1] == (node,)
+                found.setdefault(_name_of(node), set()).add(_name_of(users[0]) if alone else "")
     return found

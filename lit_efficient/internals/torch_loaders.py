@@ -24,7 +24,7 @@ def set_loading(loader: _Loader, workers: int, prefetch: int | None, pin: bool) 
     return loader
 
 
-def fetcher(loader: DataLoader[Any]) -> Any:
+def fetcher(loader: DataLoader[object]) -> Any:
     """Return an object whose ``fetch(indices)`` reads a batch without workers: ``_MapDatasetFetcher``."""
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -45,10 +45,10 @@ def broke_off(error: BaseException) -> bool:
 class PlannedLoader(DataLoader[Any]):
     """``DataLoader`` that can change the indices that are fetched: ``DataLoader._index_sampler``."""
 
-    def plan(self, indices: Any) -> Any:
+    def plan(self, indices: object) -> Any:
         """Return the indices to fetch, batch by batch. ``indices`` are those of the samplers."""
         return indices
 
     @property
-    def _index_sampler(self) -> Any:
+    def _index_sampler(self) -> object:
         return self.plan(super()._index_sampler)

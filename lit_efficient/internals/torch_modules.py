@@ -53,7 +53,7 @@ def forward_hooks(module: nn.Module) -> int:
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
 
-def hook_owners(module: nn.Module) -> list[Any]:
+def hook_owners(module: nn.Module) -> list[object]:
     """Return the objects whose bound methods are forward hooks: ``_forward_hooks``, ``_forward_pre_hooks``."""
     tables = [table for part in module.modules() for table in (part._forward_pre_hooks, part._forward_hooks)]
     owners = [getattr(hook, "__self__", None) for table in tables for hook in table.values()]
@@ -76,7 +76,9 @@ def give_memory(module: nn.Module, device: Any) -> None:
     """Allocate the tensors of ``module`` that are on the meta device, without initialising them: ``_apply``."""
 
     def allocated(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=device)
+        return tensor
 
     exchange(module, lambda p: allocated(p) if type(p) is nn.Parameter else p)
     module._apply(allocated)
@@ -121,7 +123,7 @@ def take_attributes(module: nn.Module, twin: nn.Module) -> None:
     module.__dict__.update({name: value for name, value in own if name not in ("_parameters", "_buffers")})
 
 
-def held_beside(module: object) -> list[Any]:
+def held_beside(module: object) -> list[object]:
     """Return the values of a module's attributes, without its parameters and parts: ``_parameters``, ``_modules``."""
     return [value for name, value in vars(module).items() if name not in ("_parameters", "_modules")]
 
@@ -129,11 +131,11 @@ def held_beside(module: object) -> list[Any]:
 class Loads:
     """Mix-in of an ``nn.Module`` whose ``before_load`` can change the state that the module is about to load."""
 
-    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+    def before_load(self, state_dict: dict[str, object], prefix: str) -> None:
         """Change ``state_dict`` in place. The module's own keys begin with ``prefix``."""
         raise NotImplementedError
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *arguments: object) -> None:
         self.before_load(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
 
@@ -163,11 +165,13 @@ class FollowsWeight:
 class Saves:
     """Mix-in of an ``nn.Module`` whose ``after_save`` can change its saved state: ``_save_to_state_dict``."""
 
-    def after_save(self, destination: dict[str, Any], prefix: str) -> None:
+    def after_save(self, destination: dict[str, object], prefix: str) -> None:
         """Change ``destination`` in place. The module's own keys begin with ``prefix``."""
         raise NotImplementedError
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *arguments: Any, **options: Any) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, object], prefix: str, *arguments: object, **options: object
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, *arguments, **options)  # type: ignore[misc]
         self.after_save(destination, prefix)
 
@@ -179,7 +183,7 @@ class Moves:
         """Move tensors that are not parameters to the current device and dtype of the parameters."""
         raise NotImplementedError
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
         super()._apply(fn, recurse)  # type: ignore[misc]  # of the module
         self.after_move()
         return self
@@ -192,7 +196,7 @@ class Stays:
         """Return these tensors. It is called before tensors are cast or moved."""
         raise NotImplementedError
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
         staying = {id(tensor) for tensor in self.staying()}
 
         def cast(tensor: Tensor) -> Tensor:
@@ -212,7 +216,7 @@ class StaysFloat32:
 
     float32: ClassVar[tuple[str, ...]] = ()  # prefixes of the names; those of all base classes apply
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
         begin = tuple(start for cls in type(self).__mro__ for start in vars(cls).get("float32", ()))
         kept = {name: tensor.detach() for name, tensor in self._named() if name.startswith(begin)}
         super()._apply(fn, recurse)  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """Operators with private names in ``torch.ops.aten``, grouped by purpose. Checked with torch 2.13."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def lstm_workspace(sequence: torch.Tensor, *given: Any) -> int:
     return sizes[-1] + (length - _SHORT[1]) * (sizes[-1] - sizes[0]) // (_SHORT[1] - _SHORT[0])
 
 
-def writes(func: Any) -> bool:
+def writes(func: Callable[..., object]) -> bool:
     """Return whether an operator changes its arguments: ``_schema``."""
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
 

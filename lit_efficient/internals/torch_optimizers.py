@@ -75,12 +75,12 @@ def leave_unscaling(optimizer: Any) -> None:
     optimizer._step_supports_amp_scaling = False
 
 
-def unscales(optimizer: Any) -> bool:
+def unscales(optimizer: Optimizer) -> bool:
     """Return whether an optimizer unscales gradients in its step: ``_step_supports_amp_scaling``."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def is_counted(step: Any) -> bool:
+def is_counted(step: object) -> bool:
     """Return whether a scheduler counts the calls of this ``Optimizer.step``: ``_wrapped_by_lr_sched``."""
     return hasattr(step, "_wrapped_by_lr_sched")
 

@@ -20,7 +20,7 @@ _KNOWN |= {("pathlib._local", name) for _, name in _KNOWN if name.endswith("Path
 
 
 class _Metadata(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # Python before 3.11.4 pickles members of enumerations with it
@@ -28,7 +28,7 @@ class _Metadata(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in .metadata")
 
 
-def _member(kind: Any, name: str) -> Any:
+def _member(kind: Any, name: str) -> object:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind[name]
     raise pickle.UnpicklingError(f"getattr of {kind!r} is not allowed in .metadata")
@@ -74,7 +74,9 @@ def is_sharded(tensor: object) -> bool:
 
 def local(tensor: Any) -> Tensor:
     """Return the shard of a DTensor that this process holds (the same memory), or the tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    if is_sharded(tensor):
+        return tensor.to_local()
+    return tensor
 
 
 def reshard(root: nn.Module) -> None:

@@ -1,17 +1,15 @@
 """Private attributes of tensors, and the widest float of a device. Checked with torch 2.13."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 
-def hooks_after_accumulation(tensor: Tensor) -> Any:
+def hooks_after_accumulation(tensor: Tensor) -> object:
     """Return the hooks of ``register_post_accumulate_grad_hook``, if any: ``_post_accumulate_grad_hooks``."""
     return tensor._post_accumulate_grad_hooks
 
 
-def gradient_hooks(tensor: Tensor) -> Any:
+def gradient_hooks(tensor: Tensor) -> object:
     """Return the hooks of ``register_hook``, if any: ``_backward_hooks``."""
     return tensor._backward_hooks
 

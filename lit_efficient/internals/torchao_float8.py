@@ -17,7 +17,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole
 _MULTIPLE = 16  # float8 hardware needs sums over a multiple of this length
 
 
-def settings_of(recipe: str, emulate: bool) -> tuple[Any, Any, Any]:
+def settings_of(recipe: str, emulate: bool) -> tuple[object, object, object]:
     """Return the settings of :func:`float8_product`: torchao's config, and two configs of products.
 
     Args:
@@ -33,7 +33,7 @@ def settings_of(recipe: str, emulate: bool) -> tuple[Any, Any, Any]:
     return config, plain, wide
 
 
-def float8_product(x: Tensor, weight: Tensor, settings: tuple[Any, Any, Any]) -> Tensor:
+def float8_product(x: Tensor, weight: Tensor, settings: tuple[object, object, object]) -> Tensor:
     """Return ``x W^T`` with both operands rounded to float8. Its gradients are computed in float8 too.
 
     The gradient of the weight sums over all rows of ``x``, whose number is padded if necessary. For a frozen weight no
@@ -49,9 +49,10 @@ def float8_product(x: Tensor, weight: Tensor, settings: tuple[Any, Any, Any]) ->
     """
     config, plain, padded = settings
     products = padded if (x.numel() // x.shape[-1]) % _MULTIPLE else plain
-    product = matmul_with_hp_or_float8_args if weight.requires_grad else _FrozenProduct
-    result: Tensor = product.apply(x, weight.t(), products, config)
-    return result
+    product = _FrozenProduct
+    if weight.requires_grad:
+        product = matmul_with_hp_or_float8_args
+    return product.apply(x, weight.t(), products, config)
 
 
 @torch.compiler.allow_in_graph
@@ -82,7 +83,7 @@ class _FrozenProduct(torch.autograd.Function):
         return torch.mm(rows, weight.t()).reshape(*gradient.shape[:-1], -1), None, None, None
 
 
-def _narrowed(x: Tensor, how: Any, dim: int, products: Any, role: Any, config: Any) -> Any:
+def _narrowed(x: Tensor, how: Any, dim: int, products: object, role: object, config: Any) -> Any:
     if how.scaling_type is ScalingType.DISABLED:
         return x
     return hp_tensor_to_float8_dynamic(

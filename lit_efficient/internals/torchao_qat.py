@@ -33,15 +33,13 @@ def rounded_activations(x: Tensor) -> Tensor:
         scale_dtype=torch.float32,
         zero_point_dtype=torch.float32,
     )
-    rounded: Tensor = _fake_quantize_per_token(x, scale, zero, *_INT8)
-    return rounded
+    return _fake_quantize_per_token(x, scale, zero, *_INT8)
 
 
 def rounded_weight(weight: Tensor, group_size: int) -> Tensor:
     """Round ``weight`` [out, in] to 16 levels in each group of inputs of a row. Gradients pass through unchanged."""
     scale, zero = get_group_qparams_symmetric(weight, 4, group_size, torch.float32)
-    rounded: Tensor = _fake_quantize_per_channel_group(weight, scale, zero.to(torch.float32), *_INT4, group_size)
-    return rounded
+    return _fake_quantize_per_channel_group(weight, scale, zero.to(torch.float32), *_INT4, group_size)
 
 
 def int4_entries(weight: Tensor, group_size: int) -> dict[str, Tensor]:

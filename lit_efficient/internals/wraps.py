@@ -16,12 +16,12 @@ _WRAPS = "_lit_efficient_wraps"  # attribute: name of a method -> wraps from ins
 _ABSENT = "absent"  # stands for the method of the class; a string, so that it survives a deep copy
 
 
-def does_nothing(*_: Any, **__: Any) -> None:
+def does_nothing(*_: object, **__: object) -> None:
     """Do nothing, with any arguments. It replaces methods that must not act."""
 
 
 @contextmanager
-def temporarily(owner: Any, /, **values: Any) -> Iterator[None]:
+def temporarily(owner: object, /, **values: object) -> Iterator[None]:
     """Context in which attributes of ``owner`` have other values."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
@@ -33,7 +33,7 @@ def temporarily(owner: Any, /, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def wrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
+def wrap_method(target: Any, name: str, function: Callable[..., object]) -> None:
     """Make ``target.name(...)`` call ``function(target, ...)``, which may call :func:`inner_method`.
 
     Wrapping with the same function again has no effect. The function must be defined in a module, not be a closure.
@@ -44,16 +44,18 @@ def wrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
         target.__dict__[name] = partial(function, target)
 
 
-def inner_method(target: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def inner_method(target: Any, name: str, function: Callable[..., object]) -> Callable[..., Any]:
     """Return the method that ``function`` wraps: an earlier wrap, an attribute of the instance, or the class's method.
 
     For a wrap that has been removed, but is still called by someone who kept it, it is the class's method.
     """
     inner = target.__dict__.get(_WRAPS, {}).get(name, {}).get(function, _ABSENT)
-    return partial(getattr(type(target), name), target) if inner == _ABSENT else inner
+    if inner == _ABSENT:
+        return partial(getattr(type(target), name), target)
+    return inner
 
 
-def unwrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
+def unwrap_method(target: Any, name: str, function: Callable[..., object]) -> None:
     """Remove one wrap, and keep those outside and inside it. Without this wrap it has no effect."""
     wraps = target.__dict__.get(_WRAPS, {}).get(name, {})
     if function not in wraps:
@@ -69,7 +71,7 @@ def unwrap_method(target: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def wrapped(target: Any, function: Callable[..., Any], *names: str) -> Iterator[None]:
+def wrapped(target: object, function: Callable[..., object], *names: str) -> Iterator[None]:
     """Context in which methods are wrapped with ``function``. See :func:`wrap_method`."""
     for name in names:
         wrap_method(target, name, function)

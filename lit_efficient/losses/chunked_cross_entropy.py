@@ -368,7 +368,10 @@ class _CrossEntropySweep:
         losses = hidden.new_zeros(len(hidden), dtype=wide)
         scale = None
         if upstream is not None:
-            scale = upstream.expand(len(hidden)) if self.weights is None else upstream * self.weights
+            if self.weights is None:
+                scale = upstream.expand(len(hidden))
+            else:
+                scale = upstream * self.weights
         elif self.trains:
             scale = torch.ones_like(losses) if self.weights is None else self.weights
         trains = scale is not None

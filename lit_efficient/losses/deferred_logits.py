@@ -80,7 +80,7 @@ class DeferredLogits:
             return DeferredLogits(self.hidden, self.before, True, self.after * factor)
         return DeferredLogits(self.hidden, self.before * factor)
 
-    def __mul__(self, factor: Any) -> DeferredLogits:
+    def __mul__(self, factor: object) -> DeferredLogits:
         return self._times(factor)
 
     __rmul__ = __mul__
@@ -105,7 +105,13 @@ class DeferredLogits:
     contiguous = float
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> DeferredLogits:
+    def __torch_function__(
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> DeferredLogits:
         methods: dict[object, Callable[..., DeferredLogits]] = {
             torch.tanh: cls.tanh,
             torch.mul: cls.__mul__,
@@ -165,7 +171,7 @@ class _LossRequest:
         return chunked_head_cross_entropy(call, hidden, self.labels, trained, self.terms, **options)
 
 
-def plain_linear(head: Any, call: Callable[..., Any]) -> nn.Linear | None:
+def plain_linear(head: Any, call: Callable[..., object]) -> nn.Linear | None:
     """Return the linear layer that does all the work of a head, or ``None`` if the head does more.
 
     A head that peft wraps to train it in full (``modules_to_save``) counts as its inner linear layer.
@@ -186,11 +192,13 @@ class _DeferringHead:
 
     _deferring: bool
 
-    def forward(self, x: Tensor, *args: Any, request: _LossRequest | None = None, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, *args: object, request: _LossRequest | None = None, **kwargs: object) -> Any:
         own = super().forward  # type: ignore[misc]
         if request is not None:
             return request.compute(self, own, x)  # type: ignore[arg-type]
-        return DeferredLogits(x) if self._deferring else own(x, *args, **kwargs)
+        if self._deferring:
+            return DeferredLogits(x)
+        return own(x, *args, **kwargs)
 
 
 class _DeferringNetwork:
@@ -201,7 +209,7 @@ class _DeferringNetwork:
     chunked_loss_used: bool
     _wanted: dict[str, Any] | None  # arguments of the call of `token_losses` that is running, and its result
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the network's own forward. With labels, the output has no logits."""
         own = super().forward  # type: ignore[misc]
         cls: Any = type(self)
@@ -225,8 +233,8 @@ class _DeferringNetwork:
         return output
 
     def token_losses(
-        self, targets: Tensor, learned: int | None = None, weighting: TokenWeighting | None = None, **inputs: Any
-    ) -> tuple[Tensor, Any]:
+        self, targets: Tensor, learned: int | None = None, weighting: TokenWeighting | None = None, **inputs: object
+    ) -> tuple[Tensor, object]:
         """Compute the loss of each token, for callers that weight tokens or samples.
 
         Args:
@@ -261,7 +269,7 @@ class _DeferringNetwork:
         num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         if not isinstance(logits, DeferredLogits):
             if own is token_losses:

@@ -82,7 +82,8 @@ def scheduler_for(
         ConfigurationError: If diffusers is not installed, or has no scheduler for the combination.
     """
     process = as_process(process)
-    prediction = native_prediction(process) if prediction is None else prediction
+    if prediction is None:
+        prediction = native_prediction(process)
     check_sampler(process, Sampler(sampler, shift=shift), prediction)
     native = native_prediction(process)
     if (process.schedule in ("flow", "edm") and prediction != native) or prediction not in (native, *_PREDICTION_TYPES):
@@ -97,7 +98,7 @@ def scheduler_for(
 def _build(process: DiffusionProcess, sampler: SamplerName, prediction: Prediction, shift: float) -> Any:
     schedulers = _diffusers(sampler)
     if process.schedule == "flow":
-        options: dict[str, Any] = {"shift": shift}
+        options: dict[str, object] = {"shift": shift}
         if sampler == "dpmsolver++":
             options = {"use_flow_sigmas": True, "flow_shift": shift, "prediction_type": "flow_prediction"}
         return getattr(schedulers, _FLOW[sampler])(num_train_timesteps=STEPS, **options)
@@ -143,7 +144,10 @@ def check_steps(process: DiffusionProcess, sampler: Sampler, steps: int) -> None
     if not 1 <= steps <= STEPS or (sampler.name == "ddim" and STEPS % steps):
         # DDIMScheduler always steps by 1000 // steps timesteps. With 400 steps the standard deviation of samples of a
         # Gaussian was 26 % off.
-        allowed = f"a divisor of {STEPS}" if sampler.name == "ddim" else f"1 to {STEPS}"
+        if sampler.name == "ddim":
+            allowed = f"a divisor of {STEPS}"
+        else:
+            allowed = f"1 to {STEPS}"
         raise refusal("Sampler", "sampling_steps", f"{allowed} for diffusers' {sampler.name}", steps)
 
 
@@ -222,7 +226,7 @@ def _times(scheduler: Any, process: DiffusionProcess) -> Tensor:
     return timesteps.float() / STEPS
 
 
-def _betas(process: DiffusionProcess) -> dict[str, Any]:
+def _betas(process: DiffusionProcess) -> dict[str, object]:
     if process.schedule in TABLES:
         first, last = process.betas_range
         return {"beta_schedule": _BETA_SCHEDULES[process.schedule], "beta_start": first, "beta_end": last}
@@ -230,7 +234,7 @@ def _betas(process: DiffusionProcess) -> dict[str, Any]:
     return {"trained_betas": (1.0 - cumulative[1:] / cumulative[:-1]).tolist()}
 
 
-def _diffusers(name: str) -> Any:
+def _diffusers(name: str) -> object:
     try:
         from diffusers import schedulers
     except ImportError as error:

@@ -99,7 +99,9 @@ def sampling_times(
     process = as_process(process)
     if process.schedule == "edm":
         return torch.cat([shift_times(_even(1.0, AFTER_ZERO, steps), shift), torch.zeros(1, dtype=torch.float32)])
-    first = _FIRST_EPS_TIME if prediction == "eps" and process.ends_in_noise else 1.0
+    first = 1.0
+    if prediction == "eps" and process.ends_in_noise:
+        first = _FIRST_EPS_TIME
     return shift_times(_even(first, 0.0, steps + 1), shift).clamp(max=first)
 
 

@@ -26,7 +26,7 @@ _INSTEAD = 'return sample losses instead: {"loss", "sample_loss": [B], "log_snr"
 
 @contextmanager
 def weigh_mse_loss(
-    scheduler: Any, weights_of: Callable[[Tensor], Tensor], *, who: str = "weigh_mse_loss"
+    scheduler: object, weights_of: Callable[[Tensor], Tensor], *, who: str = "weigh_mse_loss"
 ) -> Iterator[None]:
     """Context manager that weights the samples in one call of ``F.mse_loss`` (or ``nn.MSELoss``).
 
@@ -44,7 +44,7 @@ def weigh_mse_loss(
     name = noise_method(scheduler)
     original = getattr(scheduler, name)
 
-    def record_level(*args: Any, **kwargs: Any) -> Any:
+    def record_level(*args: object, **kwargs: object) -> object:
         levels.append(_log_snr(original, name, args, kwargs))
         return original(*args, **kwargs)
 
@@ -146,7 +146,7 @@ def noise_method(scheduler: object) -> str:
     raise ConfigurationError(f"{type(scheduler).__name__} has neither {' nor '.join(_METHODS)}")
 
 
-def find_scheduler(module: nn.Module, *, who: str, name: str | None = None) -> Any:
+def find_scheduler(module: nn.Module, *, who: str, name: str | None = None) -> object:
     """Return the noise scheduler that is an attribute of ``module`` or one of its submodules.
 
     Args:
@@ -158,7 +158,7 @@ def find_scheduler(module: nn.Module, *, who: str, name: str | None = None) -> A
     Raises:
         ConfigurationError: If no scheduler or more than one matches.
     """
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[str, object]] = []
     for path, part in module.named_modules():
         for attribute, value in vars(part).items():
             if not isinstance(value, nn.Module) and _methods_of(value):

@@ -93,7 +93,10 @@ class DiffusionProcess:
             allowed = f"smaller: with beta_start {first}, alpha falls below {_LEAST_SIGNAL} before the last step"
             raise refusal(owner, "beta_end", allowed, last)
         if self.zero_terminal_snr and self.schedule not in TABLES:
-            reason = "has no last step" if self.schedule == "edm" else "always ends in pure noise"
+            if self.schedule == "edm":
+                reason = "has no last step"
+            else:
+                reason = "always ends in pure noise"
             allowed = f"False for schedule {self.schedule!r}, which {reason} (it rescales {', '.join(TABLES)})"
             raise refusal(owner, "zero_terminal_snr", allowed, True)
         check_number(owner, "sigma_data", self.sigma_data, above=0)
@@ -113,7 +116,9 @@ class DiffusionProcess:
     @property
     def t_range(self) -> tuple[float, float]:
         """Range of training times. A table is trained at every entry, including the last one."""
-        return (1.0 / STEPS, 1.0) if self.schedule in TABLES else T_RANGE
+        if self.schedule in TABLES:
+            return (1.0 / STEPS, 1.0)
+        return T_RANGE
 
     @property
     def ends_in_noise(self) -> bool:
@@ -185,7 +190,9 @@ class DiffusionProcess:
 
 def as_process(process: Schedule | DiffusionProcess) -> DiffusionProcess:
     """Return the process itself, or the process with default settings for the name of a schedule."""
-    return process if isinstance(process, DiffusionProcess) else DiffusionProcess(process)
+    if isinstance(process, DiffusionProcess):
+        return process
+    return DiffusionProcess(process)
 
 
 def karras_sigma(t: Tensor) -> Tensor:

@@ -129,12 +129,16 @@ class TimestepSampling:
     @property
     def location_or_default(self) -> float:
         """Location, with the default of the distribution."""
-        return _LOCATIONS.get(self.distribution, 0.0) if self.location is None else self.location
+        if self.location is None:
+            return _LOCATIONS.get(self.distribution, 0.0)
+        return self.location
 
     @property
     def scale_or_default(self) -> float:
         """Scale, with the default of the distribution."""
-        return _SCALES.get(self.distribution, 1.0) if self.scale is None else self.scale
+        if self.scale is None:
+            return _SCALES.get(self.distribution, 1.0)
+        return self.scale
 
 
 def shift_times(t: Tensor, shift: float) -> Tensor:
@@ -181,7 +185,10 @@ def sample_timesteps(
             t = 1.0 - u - scale * ((math.pi * u / 2).cos().square() - 1.0 + u)
         case _:
             normal = location + scale * draw().normal_(generator=generator)
-            t = karras_time(normal.exp()) if sampling.distribution == "log_normal" else normal.sigmoid()
+            if sampling.distribution == "log_normal":
+                t = karras_time(normal.exp())
+            else:
+                t = normal.sigmoid()
     t = shift_times(t.clamp(0.0, 1.0), shift_at(sampling.shift, tokens))
     return moved(process.on_grid(t.clamp(*process.t_range)), device)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
@@ -199,7 +200,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
 
     # Methods of subclasses.
 
-    def find(self, data: Any) -> Teacher | None:
+    def find(self, data: object) -> Teacher | None:
         """Return the teacher, or None if the batches contain its features.
 
         Args:
@@ -215,7 +216,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         """Return projections by name. The global generators are seeded, so that weights may be drawn."""
         raise NotImplementedError
 
-    def term(self, calls: Mapping[str, list[Call]], output: Any, module: nn.Module, batch: Any) -> Tensor:
+    def term(self, calls: Mapping[str, list[Call]], output: object, module: nn.Module, batch: object) -> Tensor:
         """Return the alignment loss of one step without its weight, a scalar.
 
         Args:
@@ -258,7 +259,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
             arguments["teacher"] = name_of(self.teacher)
         return arguments
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._names = None
         if self._teacher is None:
@@ -368,7 +369,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         """Return whether the term is part of the loss in the present step."""
         return self.until is None or module.trainer.global_step < self.until
 
-    def watch_step(self, module: nn.Module, batch: Any) -> AbstractContextManager[None] | None:
+    def watch_step(self, module: nn.Module, batch: object) -> AbstractContextManager[None] | None:
         """Return a context that records the layers, or None if the term is not part of the loss."""
         if not self.active(module):
             return None
@@ -450,10 +451,9 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
                     f"{type(self).__name__}: {what} has features of width {found}, and its head was built for "
                     f"{expected}. Give the widths, or a projection"
                 )
-        projected: Tensor = heads[name](tokens)
-        return projected
+        return heads[name](tokens)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._calls = {}
 
     # Checkpoints contain the same weights as without the technique, and the heads under a separate key.
@@ -472,7 +472,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
                 aside[key] = None
         checkpoint["state_dict"] = weights
 
-    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
+    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: LightningModule) -> None:
         aside: Mapping[str, Any] = checkpoint.get("lit_efficient", {}).get(_ASIDE, {})
         prefix = f"{self.heads_name}."
         heads = self.heads(module)
@@ -510,7 +510,7 @@ def match_positions(student: Tensor, teacher: Tensor, who: str) -> tuple[Tensor,
     return match_tokens(student, teacher, "grid" if teacher.ndim > 2 else "auto")
 
 
-def member(batch: Any, path: str, who: str) -> Any:
+def member(batch: object, path: str, who: str) -> Any:
     """Return the item of a batch at a dotted path, which consists of keys of mappings and indices of sequences.
 
     Args:

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -48,18 +49,18 @@ class ClipsGradients(GradientHooks, Technique):
         if self._reads is not None and self._reads.active:
             self._clipped[id(optimizer)] = gradient_norm(gradients.values())
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         whole = [one for one in trainer.optimizers if not hasattr(one, "in_backward")]
         self._reads = ReadBack(whole, partial(self._differs, pl_module))
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._reads is not None:
             self._reads.stop()
             self._reads = None
         self._clipped = {}
         super().teardown(trainer, pl_module, stage)
 
-    def _differs(self, module: Any, optimizer: Optimizer, step: int) -> str | None:
+    def _differs(self, module: nn.Module, optimizer: Optimizer, step: int) -> str | None:
         if id(optimizer) not in self._clipped:
             return (
                 f"{type(self).__name__}: step {step} should have clipped gradients, but nothing has clipped them: "

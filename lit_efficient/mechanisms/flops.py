@@ -11,6 +11,7 @@ counted. Each process counts its own part of sharded layers.
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +104,7 @@ class FlopMeter(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.active = False
 
@@ -120,7 +121,13 @@ class FlopMeter(TorchDispatchMode):
             rates[f"{name}_again"] = sums[f"{name}_again"] / divisor
         return Flops(**rates)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Any,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func is ASKS_DEVICE:
             return func(*args)
         kwargs = kwargs or {}
@@ -133,7 +140,9 @@ class FlopMeter(TorchDispatchMode):
             self._count(*operator_of(func), result, args, kwargs)
         return result
 
-    def _count(self, key: Any, name: str, result: Any, args: Any, kwargs: Any) -> None:
+    def _count(
+        self, key: object, name: str, result: object, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         short = name.rpartition("::")[2]
         try:
             flops = _flops(key, short, result, args, kwargs)
@@ -222,7 +231,9 @@ def mixed_peak(name: str, by_type: Counter[torch.dtype]) -> float | None:
     if peaks is None or words & {"MIG", "Laptop", "D", "Ti", "SUPER", "Max"}:
         return None
     half, tf32, single = peaks
-    float32 = single if torch.get_float32_matmul_precision() == "highest" else tf32
+    float32 = tf32
+    if torch.get_float32_matmul_precision() == "highest":
+        float32 = single
     rate_by_bytes = {1: 2 * half, 2: half, 4: float32}
     seconds = 0.0
     for dtype, count in by_type.items():

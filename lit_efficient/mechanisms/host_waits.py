@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_efficient.internals.torch_dispatch import TorchDispatchMode, operator_of
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 # Operators that read from the device, and the words for them in a report.
 _READS = {
@@ -45,12 +48,20 @@ class HostWaits(TorchDispatchMode):
         super().__init__()
         self.places: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         name = operator_of(func)[1].rpartition("::")[2].lstrip("_")
         if name in _READS or name in ("to_copy", "copy_"):
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            description = self._describe_wait(name, tensors, args, kwargs) if tensors else ""
+            description = ""
+            if tensors:
+                description = self._describe_wait(name, tensors, args, kwargs)
             if description:
                 self.places[f"{place_of(sys._getframe(1))}: {description}"] += 1
         return func(*args, **kwargs)
@@ -75,7 +86,9 @@ class HostWaits(TorchDispatchMode):
             return ""
         if not to_device:
             return "copies to the host"  # also with non_blocking, because the host will read the copy
-        return "" if non_blocking else "copies from the host without non_blocking"
+        if non_blocking:
+            return ""
+        return "copies from the host without non_blocking"
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -91,7 +104,7 @@ def place_of(frame: FrameType | None) -> str:
     return fallback or "?"
 
 
-def watch(trainer: Any, make: Callable[[], AbstractContextManager[Any]]) -> None:
+def watch(trainer: "Trainer", make: Callable[[], AbstractContextManager[object]]) -> None:
     """Run the forward and backward passes of a fit in contexts made by ``make``, until :func:`unwatch` is called."""
     watches = trainer.strategy.__dict__.setdefault(_WATCHES, [])
     if make not in watches:
@@ -100,27 +113,28 @@ def watch(trainer: Any, make: Callable[[], AbstractContextManager[Any]]) -> None
         wrap_method(trainer.strategy, name, wrap)
 
 
-def unwatch(trainer: Any, make: Callable[[], AbstractContextManager[Any]]) -> None:
+def unwatch(trainer: "Trainer", make: Callable[[], AbstractContextManager[object]]) -> None:
     """Undo :func:`watch`. Does nothing if it was not called."""
     watches = trainer.strategy.__dict__.get(_WATCHES, [])
     if make in watches:
         watches.remove(make)
-    for name, wrap in _WRAPS.items() if not watches else ():
-        unwrap_method(trainer.strategy, name, wrap)
+    if not watches:
+        for name, wrap in _WRAPS.items():
+            unwrap_method(trainer.strategy, name, wrap)
 
 
-def _within(strategy: Any, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _within(strategy: Any, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     with ExitStack() as stack:
         for make in list(strategy.__dict__.get(_WATCHES, ())):
             stack.enter_context(make())
         return inner(*args, **kwargs)
 
 
-def _training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _training_step(self: nn.Module, *args: object, **kwargs: object) -> Any:
     return _within(self, inner_method(self, "training_step", _training_step), args, kwargs)
 
 
-def _backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _backward(self: nn.Module, *args: object, **kwargs: object) -> Any:
     return _within(self, inner_method(self, "backward", _backward), args, kwargs)
 
 

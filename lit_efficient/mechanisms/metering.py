@@ -75,13 +75,13 @@ def measure(batch: Any) -> tuple[Amount, str]:
     return Amount(count, real.sum(), squares, (pairs * real).sum(), pairs.sum()), unit
 
 
-def count_real(batch: Any) -> tuple[float | Tensor, str]:
+def count_real(batch: object) -> tuple[float | Tensor, str]:
     """Return the amount of data in a batch without padding, and its unit; see :func:`measure`."""
     amount, unit = measure(batch)
     return amount.real, unit
 
 
-def held_bytes(tensors: Iterable[Any]) -> int:
+def held_bytes(tensors: Iterable[object]) -> int:
     """Return the bytes of tensors on this process's devices, each storage once.
 
     For wrapper subclasses and shards the bytes of the inner tensors count.
@@ -103,7 +103,7 @@ def held_bytes(tensors: Iterable[Any]) -> int:
     return sum(sizes.values())
 
 
-def samples_of(batch: Any) -> int:
+def samples_of(batch: object) -> int:
     """Return the number of rows of a batch: the first dimension of its first tensor, or 0 without a tensor.
 
     Single numbers count as a row only if there is nothing else.

@@ -25,7 +25,7 @@ def holds_images(batch: Any) -> bool:
     return any(str(name).startswith("pixel_values") for name in batch)
 
 
-def move(batch: Any, device: torch.device) -> Any:
+def move(batch: Any, device: torch.device) -> object:
     """Copy the tensors of a batch, and objects with a method ``to``, to a device without waiting for the copies.
 
     Args:
@@ -48,7 +48,7 @@ def move(batch: Any, device: torch.device) -> Any:
     return rebuilt(batch, lambda item: move(item, device))
 
 
-def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(batch: Any, change: Callable[[Any], Any]) -> object:
     """Return a copy of a container in which each item is replaced by ``change(item)``.
 
     Mappings, sequences, named tuples and dataclasses keep their types. Objects of other kinds are returned unchanged.
@@ -73,7 +73,7 @@ def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
     return batch
 
 
-def take_rows(batch: Any, rows: Tensor | slice, size: int) -> Any:
+def take_rows(batch: Any, rows: Tensor | slice, size: int) -> object:
     """Return some rows of a batch.
 
     Args:
@@ -114,7 +114,7 @@ def take_rows(batch: Any, rows: Tensor | slice, size: int) -> Any:
     return rebuilt(batch, lambda item: take_rows(item, rows, size))
 
 
-def _take_items(batch: Mapping[str, Any], rows: Tensor | slice, size: int) -> Any:
+def _take_items(batch: Mapping[str, Any], rows: Tensor | slice, size: int) -> object:
     """Return some rows of a mapping with numbers of items, as `take_rows`. Entries without an item are left out."""
     counts = {name.removeprefix(COUNT_OF): value for name, value in batch.items() if name.startswith(COUNT_OF)}
     taken = {name: take_rows(value, rows, size) for name, value in batch.items() if name not in counts}

@@ -28,9 +28,9 @@ class Preloaded(Dataset[Any]):
         self.dataset = dataset
         self.owner = owner
         self.processes = processes
-        self.items: dict[Any, Any] = {}
+        self.items: dict[object, Any] = {}
 
-    def add(self, keys: Sequence[Any]) -> None:
+    def add(self, keys: Sequence[object]) -> None:
         """Read the items of those keys that have not been added yet.
 
         Raises:
@@ -42,7 +42,9 @@ class Preloaded(Dataset[Any]):
         need = mean_bytes * len(new) * self.processes
         free = available_cpu_memory()
         if free is not None and need > _SHARE * free:
-            times = f" in each of {self.processes} processes" if self.processes > 1 else ""
+            times = ""
+            if self.processes > 1:
+                times = f" in each of {self.processes} processes"
             raise ConfigurationError(
                 f"{self.owner}: preload: true needs {format_bytes(need)} for {len(new)} items{times}, but may take "
                 f"only {_SHARE:.0%} of the {format_bytes(free)} that are free. Leave preload out, or set num_workers"

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+
 from lit_efficient.declaration import in_order, techniques_of
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
@@ -38,7 +40,7 @@ def check_steps(owner: str, name: str, value: int | float, least: int = 1) -> No
         check_number(owner, name, value, least=least, whole=True)
 
 
-def steps_of(owner: str, name: str, value: int | float, trainer: Any) -> int:
+def steps_of(owner: str, name: str, value: int | float, trainer: Trainer) -> int:
     """Return the number of steps that ``value`` means: itself, or a float's fraction of the trainer's ``max_steps``.
 
     Raises:
@@ -56,21 +58,21 @@ class BatchChanges(Technique):
 
     counts_steps = True
 
-    def change(self, batch: Any, step: int) -> Any:
+    def change(self, batch: object, step: int) -> Any:
         """Return the changed batch for the training step that follows ``step`` optimizer steps."""
         raise NotImplementedError
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             wrap_method(pl_module, BEFORE_TRANSFER, _before_transfer)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unwrap_method(pl_module, BEFORE_TRANSFER, _before_transfer)
         super().teardown(trainer, pl_module, stage)
 
 
-def _before_transfer(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _before_transfer(self: LightningModule, batch: object, *args: object, **kwargs: object) -> object:
     trainer = self.trainer
     if trainer.training and batch is not None:
         for technique in in_order(techniques_of(trainer)):

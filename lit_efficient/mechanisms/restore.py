@@ -7,7 +7,7 @@ average is the default.
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lit_efficient.application.recorded import replay, technique_of
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, check_choice, refusal
+from lit_efficient.files.checkpoints import Fields
 from lit_efficient.files.records import rebuild
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 from lit_efficient.surgery import memory_of
@@ -26,7 +27,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def restore(
-    module: Module, path_or_checkpoint: str | os.PathLike[str] | Mapping[str, Any], weights: Weights = "auto"
+    module: Module, path_or_checkpoint: str | os.PathLike[str] | Mapping[str, object], weights: Weights = "auto"
 ) -> Module:
     """Load the weights of a run with techniques into ``module``, in place, and log which weights they are.
 
@@ -50,7 +51,7 @@ def restore(
     check_choice("restore", "weights", weights, get_args(Weights))
     if not isinstance(module, nn.Module):
         raise refusal("restore", "module", "an instance, as MyModule()", module)
-    checkpoint: Any = path_or_checkpoint
+    checkpoint = path_or_checkpoint
     if not isinstance(checkpoint, Mapping):
         checkpoint = read_checkpoint(checkpoint)
     if isinstance(module, LightningModule):
@@ -69,7 +70,7 @@ def wanted_weights(owner: str, asked: Asked | None) -> Weights:
     return asked or "auto"
 
 
-def take_weights(module: nn.Module, checkpoint: Mapping[str, Any], weights: Weights) -> str:
+def take_weights(module: nn.Module, checkpoint: Mapping[str, object], weights: Weights) -> str:
     """Load weights as `restore` does, into a module whose ``on_load_checkpoint`` has been called already.
 
     Returns:
@@ -85,9 +86,7 @@ def take_weights(module: nn.Module, checkpoint: Mapping[str, Any], weights: Weig
     return held
 
 
-def weights_of(
-    checkpoint: Mapping[str, Any], weights: Weights, module: nn.Module | None = None
-) -> tuple[dict[str, Tensor], str]:
+def weights_of(checkpoint: Fields, weights: Weights, module: nn.Module | None = None) -> tuple[dict[str, Tensor], str]:
     """Return the state dict of a checkpoint, with averaged weights if they are wanted, and the label of the weights.
 
     Args:
@@ -124,13 +123,13 @@ def weights_of(
     return state, "raw"
 
 
-def without_heads(average: Mapping[str, Tensor], checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+def without_heads(average: Mapping[str, Tensor], checkpoint: Fields) -> dict[str, Tensor]:
     """Return an average without parameters that exist only for training, such as the heads of an alignment loss."""
     training_only = checkpoint.get("lit_efficient", {}).get("training_only", ())
     return {name: tensor for name, tensor in average.items() if name not in training_only}
 
 
-def _shadows(checkpoint: Mapping[str, Any]) -> list[ShadowWeights]:
+def _shadows(checkpoint: Fields) -> list[ShadowWeights]:
     """Return the averaging techniques of a checkpoint's run, with their state."""
     found = []
     for record in checkpoint.get("lit_efficient", {}).get("techniques", ()):

@@ -153,7 +153,7 @@ def _has_state(kind: type) -> bool:
     return root not in sys.stdlib_module_names or root in _STDLIB or kind.__module__ == "__main__"
 
 
-def _slots_of(item: Any) -> dict[types.MemberDescriptorType, Any]:
+def _slots_of(item: object) -> dict[types.MemberDescriptorType, object]:
     """Return the values of an object's slots, read without the object's own methods."""
     values = {}
     for slot in _slots(type(item)):
@@ -203,7 +203,10 @@ def _undo_tensor(tensor: Tensor) -> Callable[[], None]:
     alias = tensor.detach()
     # The copy is in host memory: on the device it would change the memory use that trials measure.
     # Subclasses override ``to``, so a tensor on the CPU is cloned.
-    copy = alias.clone() if tensor.device.type == "cpu" else alias.to("cpu", copy=True)
+    if tensor.device.type == "cpu":
+        copy = alias.clone()
+    else:
+        copy = alias.to("cpu", copy=True)
     # A wrapper subclass or a sparse tensor does not consist of one piece of memory that could be exchanged.
     wrapper = is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided
     leaf = tensor.is_leaf
@@ -224,7 +227,7 @@ def _undo_tensor(tensor: Tensor) -> Callable[[], None]:
     return undo
 
 
-def _undo_slots(item: object, kept: dict[types.MemberDescriptorType, Any]) -> Callable[[], None]:
+def _undo_slots(item: object, kept: dict[types.MemberDescriptorType, object]) -> Callable[[], None]:
     def undo() -> None:
         for slot, value in kept.items():
             slot.__set__(item, value)
@@ -254,14 +257,14 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"])
 
 
-def own_generators(*owners: Any, depth: int = 3) -> list[Any]:
+def own_generators(*owners: object, depth: int = 3) -> list[object]:
     """Return the generators of torch, NumPy and Python that objects hold.
 
     Args:
         owners: Objects whose attributes and items are searched.
         depth: Number of levels of attributes and items.
     """
-    found: dict[int, Any] = {}
+    found: dict[int, object] = {}
     for owner in owners:
         kind = type(owner)
         if issubclass(kind, torch.Generator | np.random.Generator | random.Random):
@@ -314,7 +317,7 @@ def same_random_states(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def other_randomness(states: dict[str, Any]) -> Iterator[None]:
+def other_randomness(states: dict[str, object]) -> Iterator[None]:
     """Context in which the global generators have the given states. Afterwards they have their previous states."""
     before = random_states()
     set_random_states(states)

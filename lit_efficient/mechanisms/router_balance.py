@@ -79,7 +79,7 @@ class RouterBalance:
         with balancing_over(network, real_tokens(batch, targets)):
             yield {_ASKED: True}
 
-    def loss(self, output: Any) -> Tensor | None:
+    def loss(self, output: object) -> Tensor | None:
         """Return the weighted term of a call in :meth:`computing`, or None without it."""
         term = getattr(output, "aux_loss", None)
         if not self.is_on or not isinstance(term, Tensor) or not torch.is_grad_enabled():
@@ -116,7 +116,7 @@ def real_tokens(batch: Mapping[str, Tensor], targets: Tensor) -> Tensor | None:
     return ~last | learned
 
 
-def _coefficient(network: Any) -> float | None:
+def _coefficient(network: nn.Module) -> float | None:
     config = getattr(network, "config", None)
     for holder in (network, config, _text_config(config)):
         for name in _COEFFICIENTS:
@@ -126,8 +126,10 @@ def _coefficient(network: Any) -> float | None:
     return None
 
 
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else None
+def _text_config(config: Any) -> object:
+    if hasattr(config, "get_text_config"):
+        return config.get_text_config()
+    return None
 
 
 def routers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

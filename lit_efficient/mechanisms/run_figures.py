@@ -7,7 +7,7 @@ steps, so that other steps do not wait for the device.
 import time
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -42,11 +42,11 @@ class RunFigures(Callback, ChecksTypes, TrainerOnly):
         self._requested = 0.0
         self._waited = 0.0
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             watch_fetching(trainer, self._on_request, self._on_batch)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._norms = {}
         self._rates = {}
         self.bar_figures = {}
@@ -55,7 +55,7 @@ class RunFigures(Callback, ChecksTypes, TrainerOnly):
                 optimizer.in_backward.watchers.append(self._note_norm)
         self._begin()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._freed_norms = None
         if self._logs(trainer):
             self._freed_norms = []
@@ -63,12 +63,12 @@ class RunFigures(Callback, ChecksTypes, TrainerOnly):
                 with diagnostic(type(self).__name__, "the learning rates"):
                     self._rates = rates_of(trainer.optimizers)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._logs(trainer) and not traits_of(trainer.strategy).flattens:
             with diagnostic(type(self).__name__, "the gradients"):
                 self._read_norm(trainer, optimizer)
 
-    def _read_norm(self, trainer: Any, optimizer: Optimizer) -> None:
+    def _read_norm(self, trainer: Trainer, optimizer: Optimizer) -> None:
         if hasattr(optimizer, "in_backward"):
             norm = gradient_norm(self._freed_norms or ())
         else:
@@ -81,7 +81,9 @@ class RunFigures(Callback, ChecksTypes, TrainerOnly):
         index = next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), 0)
         self._norms[index] = norm
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         if not self._watches(trainer):
             return
         with diagnostic(type(self).__name__, f"the batch, a {type(batch).__name__},"):
@@ -90,13 +92,13 @@ class RunFigures(Callback, ChecksTypes, TrainerOnly):
         if self._logs(trainer) and not (pl_module.automatic_optimization and accumulates(trainer)):
             self._log(trainer)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused = time.monotonic()
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._since += time.monotonic() - self._paused
 
-    def _log(self, trainer: Any) -> None:
+    def _log(self, trainer: Trainer) -> None:
         values = dict(self._rates)
         with diagnostic(type(self).__name__, "the figures of the run"):
             values |= self._measured(trainer)
@@ -111,7 +113,7 @@ class RunFigures(Callback, ChecksTypes, TrainerOnly):
         self._norms = {}
         self._begin()
 
-    def _measured(self, trainer: Any) -> dict[str, float]:
+    def _measured(self, trainer: Trainer) -> dict[str, float]:
         """Return norms, throughput, waiting time and memory since the last logged step."""
         values = {}
         for index, norm in self._norms.items():
@@ -141,7 +143,7 @@ class RunFigures(Callback, ChecksTypes, TrainerOnly):
         self._waited = 0.0
         self._since = time.monotonic()
 
-    def _watches(self, trainer: Any) -> bool:
+    def _watches(self, trainer: Trainer) -> bool:
         return bool(trainer.loggers)
 
     def _logs(self, trainer: Any) -> bool:
@@ -149,7 +151,7 @@ class RunFigures(Callback, ChecksTypes, TrainerOnly):
         every = trainer.log_every_n_steps
         return bool(self._watches(trainer) and every) and (logged_step(trainer) + 1) % every == 0
 
-    def _more(self, trainer: Any, seconds: float) -> dict[str, float]:
+    def _more(self, trainer: Trainer, seconds: float) -> dict[str, float]:
         """Return further figures of the ``seconds`` since the last logged step."""
         return {}
 
@@ -177,5 +179,5 @@ def rates_of(optimizers: list[Optimizer]) -> dict[str, float]:
     return rates
 
 
-def _is_rate_monitor(callback: Any) -> bool:
+def _is_rate_monitor(callback: object) -> bool:
     return any(base.__name__ == "LearningRateMonitor" for base in type(callback).__mro__)

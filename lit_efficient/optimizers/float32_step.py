@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from lit_efficient.optimizers.stepping import (
     with_step,
 )
 from lit_efficient.surgery import local
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 COMPENSATION = "compensation"  # key of c in the state of a parameter
 _PIECE = 2**24  # bytes of parameters that are stepped at a time, in float32, with their gradients and states
@@ -86,7 +89,7 @@ class Float32Step(Optimizer):
 class DrawsByStep:
     """Mix-in of techniques that step in float32: the random draws depend on the global step, so they resume exactly."""
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Optimizer) -> None:
         if isinstance(optimizer, Float32Step):
             optimizer.rounding.step = trainer.global_step
 
@@ -137,7 +140,7 @@ def step_in_float32(
         check_independent(optimizer, who, wide=True)
     if issubclass(kind, Streamed):
         # The float32 step goes inside, so that only the piece on the device exists in float32.
-        inner: Any = kind.__mro__[1]
+        inner = kind.__mro__[1]
         changed: Any = _float32(inner)
         change_class(optimizer, streamed(changed))
     else:
@@ -182,7 +185,7 @@ def _float32(base: type[Optimizer]) -> type[Optimizer]:
 
 
 @contextmanager
-def _same_settings(optimizer: Any, wide: Mapping[Tensor, Tensor]) -> Iterator[None]:
+def _same_settings(optimizer: object, wide: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Apply settings of single parameters to their float32 copies.
 
     Optimizers keep such settings in attributes that are sets of parameters or dicts with parameters as keys.
@@ -248,7 +251,7 @@ def _store(optimizer: Any, p: Tensor, copy: Tensor) -> None:
     local(state[COMPENSATION]).copy_(round_stochastically(exact.sub_(weight), generator))
 
 
-def _casts(optimizer: Any, key: str, value: object, dtype: torch.dtype) -> bool:
+def _casts(optimizer: Optimizer, key: str, value: object, dtype: torch.dtype) -> bool:
     """Return whether a state is a tensor of a dtype that ``load_state_dict`` casts to the dtype of the parameter."""
     if key == "step" or key in getattr(optimizer, "non_castable_tensor_keys", ()):
         return False

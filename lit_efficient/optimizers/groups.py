@@ -20,8 +20,7 @@ def decays(parameter: Tensor) -> bool:
 
 def tensor_of(entry: Any) -> Tensor:
     """Return the parameter of an entry of a group, which torch's optimizers take with its name, too: (name, tensor)."""
-    tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
-    return tensor
+    return entry[1] if isinstance(entry, tuple) else entry
 
 
 def parameter_groups(
@@ -38,10 +37,16 @@ def parameter_groups(
     if isinstance(parameters, nn.Module):
         parameters = [parameter for parameter in parameters.parameters() if parameter.requires_grad]
     items = list(parameters)
-    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
+    if items and isinstance(items[0], dict):
+        groups = items
+    else:
+        groups = [{"params": items}]
     split: Groups = []
     for group in groups:
-        tensors = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if isinstance(group["params"], Tensor):
+            tensors = [group["params"]]
+        else:
+            tensors = list(group["params"])
         options = {"weight_decay": weight_decay, **group}
         if decay_norm_and_bias:
             split.append({**options, "params": tensors})

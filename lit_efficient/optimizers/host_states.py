@@ -67,7 +67,10 @@ class HostStates:
 
     def stepped_pieces(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """Return the pieces of all parameters with a gradient, each with its group."""
-        has_gradient = with_gradient if self.gradients is None else self.gradients.of_group
+        if self.gradients is None:
+            has_gradient = with_gradient
+        else:
+            has_gradient = self.gradients.of_group
         found = []
         for group in self.optimizer.param_groups:
             found += [(group, piece) for piece in pieces(has_gradient(group), self.memory.piece_bytes)]
@@ -133,7 +136,9 @@ class Streamed(Optimizer):
     @property
     def gradients_taken(self) -> Collection[Tensor]:
         """Parameters whose gradients are in CPU memory."""
-        return {} if self.host_states.gradients is None else self.host_states.gradients.arrived()
+        if self.host_states.gradients is None:
+            return {}
+        return self.host_states.gradients.arrived()
 
 
 def stream_states(optimizer: Optimizer, piece_bytes: int, gradients: bool = False, who: str = "stream_states") -> None:

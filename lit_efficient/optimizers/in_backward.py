@@ -63,12 +63,12 @@ class BackwardSteps:
         self.earlier: set[Tensor] = set()
         self.late = 0
         self._groups: dict[Tensor, int] = {}  # number of each parameter's group
-        self._written: dict[int, dict[str, Any]] = {}
+        self._written: dict[int, dict[str, object]] = {}
         self._lock = threading.Lock()  # the backward pass runs in one thread for each device
         self._reads = LaterReads(who, "it has stepped it and freed the gradient")
         self._running = False
 
-    def run(self, closure: Callable[[], Any]) -> Any:
+    def run(self, closure: Callable[[], object]) -> Any:
         """Run the closure and step its parameters in the backward pass. Step parameters with other gradients later."""
         groups = self.optimizer.param_groups
         self._groups = {p: number for number, group in enumerate(groups) for p in group["params"]}

@@ -83,7 +83,7 @@ def _step_once(twin: Any, step: _Step, together: bool) -> None:
             p.grad = gradient
         step(twin)
         return
-    written: dict[int, dict[str, Any]] = {}
+    written: dict[int, dict[str, object]] = {}
     for (number, p), gradient in reversed([*zip(places, gradients, strict=True)]):
         p.grad = gradient
         written[number] = step_some(twin, step, twin.param_groups[number], [p])
@@ -92,7 +92,7 @@ def _step_once(twin: Any, step: _Step, together: bool) -> None:
         twin.param_groups[number].update(values)
 
 
-def _small_copy(optimizer: Any, wide: bool) -> Any:
+def _small_copy(optimizer: Optimizer, wide: bool) -> Any:
     """Return a copy of an optimizer with a new state and two small tensors instead of the parameters of each group."""
     twin: Any = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -126,4 +126,6 @@ def _cut(value: object, p: Tensor, wide: bool) -> object:
         return value
     if value.shape == p.shape:
         value = value[tuple(slice(_SAMPLE) for _ in p.shape)]
-    return value.float() if wide and value.dtype is torch.bfloat16 else value.clone()
+    if wide and value.dtype is torch.bfloat16:
+        return value.float()
+    return value.clone()

@@ -45,7 +45,9 @@ class LaterReads(TorchFunctionMode):
             self._active = False
             self.__exit__(None, None, None)
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable[..., object], types: object, args: Any = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if function == _READ and args[0] in self.gone:
             code = currentframe().f_back.f_code  # type: ignore[union-attr]  # exists in CPython
             raise ConfigurationError(
@@ -56,7 +58,7 @@ class LaterReads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def kept_by(zero_grad: Callable[[], Any], gone: Collection[Tensor]) -> set[Tensor]:
+def kept_by(zero_grad: Callable[[], object], gone: Collection[Tensor]) -> set[Tensor]:
     """Call a module's own ``zero_grad``, and return the parameters whose gradients it does not clear.
 
     Args:

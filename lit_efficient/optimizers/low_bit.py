@@ -90,7 +90,7 @@ def to_low_bit(
         _check_torchao(optimizer, twin_name, bits, who)
     if paged and any(p.device.type != "cuda" for p in parameters):
         raise ConfigurationError(f"{who}: paged=True needs parameters on a CUDA device: its pages are the GPU driver's")
-    settings: dict[str, Any] = {"keep_32bit": keep_32bit, "min_size": min_size, "no_decay": set()}
+    settings: dict[str, object] = {"keep_32bit": keep_32bit, "min_size": min_size, "no_decay": set()}
     if not decay_norm_and_bias:
         settings["no_decay"] = {p for p in parameters if not decays(p)}
     check_installed(who, backend)
@@ -98,7 +98,7 @@ def to_low_bit(
         silence_imports()
         from lit_efficient.optimizers import low_bit_torchao as ao
 
-        cls: Any = ao.AdamLowBit if twin_name == "Adam" else ao.AdamWLowBit
+        cls = ao.AdamLowBit if twin_name == "Adam" else ao.AdamWLowBit
         settings["bits"] = bits
         block = ao.BLOCKS[bits]
         low = {p for p in trained if ao.is_low(p, bits, min_size, p in keep_32bit)}

@@ -31,13 +31,13 @@ class _Twin(Optimizer8bit):
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         *,
         keep_32bit: Set[Tensor] = frozenset(),
         no_decay: Set[Tensor] = frozenset(),
         min_size: int = 4096,
         paged: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         Optimizer8bit.__init__(self, params, options, optim_bits=8, is_paged=paged)
         self.optimizer_name = self.kernel
@@ -72,10 +72,13 @@ class _Twin(Optimizer8bit):
         """Return the learning rate after ``steps`` steps, with the decay of torch's Adagrad."""
         return float(group["lr"]) / (1 + steps * group.get("lr_decay", 0.0))
 
-    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, object]:
         """Return the current settings of one parameter for the kernel."""
         p = group["params"][pindex]
-        decay = 0.0 if self.coupled or p in self.no_decay else group["weight_decay"]
+        if self.coupled or p in self.no_decay:
+            decay = 0.0
+        else:
+            decay = group["weight_decay"]
         low = p not in self.keep_32bit and p.numel() >= self.min_size
         return {
             "betas": self.betas(group),
@@ -99,7 +102,7 @@ class _Twin(Optimizer8bit):
         super().update_step(group, p, gindex, pindex)
         p.grad = gradient
 
-    def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+    def init_state(self, group: dict[str, object], p: Tensor, gindex: int, pindex: int) -> None:
         super().init_state(group, p, gindex, pindex)
         if self.is_paged:
             self._pages |= {(p, name): self.state[p][name] for name in _MOMENTS if name in self.state[p]}
@@ -120,7 +123,7 @@ class _Twin(Optimizer8bit):
         """Return the state without bitsandbytes' mark on paged tensors, which copies in other memory would inherit."""
         return _unmarked(super().state_dict())
 
-    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, object], *args: object, **kwargs: object) -> None:
         super().load_state_dict(_unmarked(state_dict), *args, **kwargs)
 
 
@@ -165,7 +168,7 @@ class Adagrad8bit(_Twin, Optimizer1State):
     options = ("lr", "lr_decay", "weight_decay", "eps")
 
 
-def adam_8bit(gradient: Tensor, state: dict[str, Any], betas: tuple[float, float], eps: float, step: int) -> Tensor:
+def adam_8bit(gradient: Tensor, state: dict[str, object], betas: tuple[float, float], eps: float, step: int) -> Tensor:
     """Return Adam's step at a learning rate of 1, without weight decay, with 8-bit moments.
 
     Args:

@@ -37,7 +37,7 @@ class _Twin(QuantisedAdam):
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -52,10 +52,10 @@ class _Twin(QuantisedAdam):
         self.keep_32bit = keep_32bit
         self.no_decay = no_decay
         self.min_size = min_size
-        fixed: Any = {"amsgrad": False, "block_size": BLOCKS[bits], "bf16_stochastic_round": False}
+        fixed = {"amsgrad": False, "block_size": BLOCKS[bits], "bf16_stochastic_round": False}
         super().__init__(params, lr, betas, eps, weight_decay, is_adamw=self.adamw, **fixed)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add a group without converting its learning rate to a tensor, as torchao's method does."""
         Optimizer.add_param_group(self, param_group)
 

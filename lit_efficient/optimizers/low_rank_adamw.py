@@ -41,7 +41,7 @@ class Subspace:
     scale: float
 
     def update_of(
-        self, gradient: Tensor, number: int, taken: int, state: dict[str, Any], adam: Callable[[Tensor], Tensor]
+        self, gradient: Tensor, number: int, taken: int, state: dict[str, object], adam: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
         """Return the update of a matrix before learning rate and scale, or ``None`` for no update.
 
@@ -224,7 +224,7 @@ class LowRankAdamW(Optimizer):
                 if value.dtype != self.state[p][key].dtype or here != self.state[p][key].device:
                     self.state[p][key] = value.to(here, copy=True)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # torch only includes groups and states in copies.
         return super().__getstate__() | {name: vars(self)[name] for name in ("numbers", "subspace", "low_bit", "fused")}
 

@@ -168,13 +168,13 @@ class MuonAdamW(ChecksTypes, Optimizer):
                 "adapters (arXiv 2605.10468): compare with AdamW, use a smaller learning rate, or train a LoRA"
             )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             for key in {"normuon", "cautious_decay"} & self.defaults.keys():
                 group.setdefault(key, self.defaults[key])
 
-    def _muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _muon(self, group: dict[str, object], parameters: list[Tensor]) -> None:
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)

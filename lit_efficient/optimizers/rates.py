@@ -130,7 +130,10 @@ def nested_schedulers(schedulers: Iterable[object]) -> Iterator[Any]:
         seen.add(id(scheduler))
         yield scheduler
         for value in vars(scheduler).values():
-            inner = [value] if issubclass(type(value), LRScheduler) else contents(value)
+            if issubclass(type(value), LRScheduler):
+                inner = [value]
+            else:
+                inner = contents(value)
             stack += [item for item in inner if issubclass(type(item), LRScheduler)]
 
 
@@ -142,7 +145,9 @@ def _parts(parameters: list[Tensor], part_of: Callable[[Tensor], int]) -> dict[i
     return dict(sorted(parts.items()))
 
 
-def _part(group: dict[str, Any], parts: dict[int, list[int]], k: int, decay: float | Sequence[float]) -> dict[str, Any]:
+def _part(
+    group: dict[str, Any], parts: dict[int, list[int]], k: int, decay: float | Sequence[float]
+) -> dict[str, object]:
     """Return the group of part ``k``."""
     part = {key: _lower(value, k, decay) if key in _RATES else value for key, value in group.items()}
     for key in ("params", "param_names"):
@@ -154,7 +159,7 @@ def _part(group: dict[str, Any], parts: dict[int, list[int]], k: int, decay: flo
 
 
 def _split_scheduler(
-    scheduler: Any, groups: int, sources: list[tuple[int, int]], decay: float | Sequence[float]
+    scheduler: object, groups: int, sources: list[tuple[int, int]], decay: float | Sequence[float]
 ) -> None:
     """Split the lists of a scheduler that have one element for each of the old ``groups``."""
     for name in (*_RATES_BY_GROUP, *_OTHERS_BY_GROUP):
@@ -167,7 +172,7 @@ def _split_scheduler(
             setattr(scheduler, name, [old[i] for i, _ in sources])
 
 
-def _lower(rate: Any, k: int, decay: float | Sequence[float]) -> Any:
+def _lower(rate: Any, k: int, decay: float | Sequence[float]) -> object:
     """Return the rate of part k. A tensor is always a new one, because schedulers change it in place."""
     if isinstance(decay, int | float):
         return rate / decay**k

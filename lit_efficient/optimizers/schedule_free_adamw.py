@@ -176,7 +176,7 @@ class ScheduleFreeAdamW(ChecksTypes, Optimizer):
             packed = {**packed, "state": state}
         return packed
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load a state of :meth:`state_dict`. Call :meth:`train` before the next step."""
         super().load_state_dict(state_dict)
         self.training = False

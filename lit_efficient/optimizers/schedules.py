@@ -96,7 +96,7 @@ class FactorLRScheduler(ChecksTypes, LRScheduler):
         factor = self.factor(self.last_epoch)
         return [base * factor for base in self.base_lrs]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Continue at the step of a state. If its arguments differ, set the rates that the own arguments give there."""
         names = inspect.signature(type(self)).parameters.keys() - {"optimizer", "last_epoch"}
         own = {name: getattr(self, name) for name in names}

@@ -13,7 +13,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_optimizers import mark_counted, mark_stepped
 
 
-def loss_of(closure: Callable[[], Any] | None) -> Any:
+def loss_of(closure: Callable[[], object] | None) -> Any:
     """Run the closure of a ``step`` with gradients enabled, and return its loss. Return ``None`` without a closure."""
     if closure is None:
         return None
@@ -82,7 +82,7 @@ def pieces(parameters: list[Tensor], piece_bytes: int) -> Iterator[list[Tensor]]
 
 
 def step_some(
-    optimizer: Optimizer, step: Callable[[Any], object], group: dict[str, Any], parameters: list[Tensor]
+    optimizer: Optimizer, step: Callable[[Any], object], group: dict[str, object], parameters: list[Tensor]
 ) -> dict[str, Any]:
     """Step some parameters of a group, with the settings of the group.
 
@@ -118,11 +118,13 @@ def check_unchanged(optimizer: Optimizer, written: Collection[str], who: str) ->
 def unhooked(kind: type[Optimizer]) -> Callable[..., Any]:
     """Return the step of a class without its hooks, which are in the function that torch wraps around each step."""
     step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    if getattr(step, "hooked", False):
+        return step.__wrapped__
+    return step
 
 
 def with_step(
-    kind: type[Optimizer], mark: type[Optimizer], step: Callable[..., Any], **methods: Any
+    kind: type[Optimizer], mark: type[Optimizer], step: Callable[..., object], **methods: object
 ) -> type[Optimizer]:
     """Return a class with a new step.
 
@@ -150,6 +152,6 @@ def change_class(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         optimizer.__dict__["step"] = step
 
 
-def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+def _counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> object:
     mark_stepped(optimizer)
     return type(optimizer).step(optimizer, *args, **kwargs)

@@ -58,7 +58,9 @@ def random_directions(gradient: Tensor, rank: int, generator: torch.Generator) -
 
 def into_subspace(gradient: Tensor, basis: Tensor) -> Tensor:
     """Project a gradient [..., m, n] onto a basis of its shorter side: [..., r, n] or [..., m, r]."""
-    return basis.mT @ gradient if is_wide(gradient) else gradient @ basis
+    if is_wide(gradient):
+        return basis.mT @ gradient
+    return gradient @ basis
 
 
 def out_of_subspace(low: Tensor, basis: Tensor, wide: bool) -> Tensor:

@@ -24,6 +24,7 @@ from lit_efficient.distributed.shards import check_shards, read_shards
 from lit_efficient.errors import CheckpointError, ChecksTypes, DivergedError, listed, refusal
 from lit_efficient.files.atomic_file import link_again, remove_whole
 from lit_efficient.files.checkpoints import (
+    Checkpoint,
     DamagedError,
     is_floating,
     is_written,
@@ -73,7 +74,7 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
             sys.modules["lightning_fabric.plugins"].CheckpointIO.register(type(self))
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+        self, checkpoint: Checkpoint, path: str | os.PathLike[str], storage_options: object | None = None
     ) -> None:
         """Write a checkpoint completely or not at all.
 
@@ -93,7 +94,7 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
             save_atomically(checkpoint, target)
         self._written = target, state_of(target)
 
-    def _linked(self, checkpoint: dict[str, Any], target: Path) -> bool:
+    def _linked(self, checkpoint: dict[str, object], target: Path) -> bool:
         """Make ``target`` a second name of the file that was written last, if that has the same content."""
         if self._written is None:
             return False
@@ -151,7 +152,7 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
         return None
 
 
-def _states_not_finite(checkpoint: dict[str, Any]) -> list[str]:
+def _states_not_finite(checkpoint: Checkpoint) -> list[str]:
     """Return the names of optimizer states with NaN or infinity. An infinite second moment stops a weight for good."""
     found: list[str] = []
     queue: deque[tuple[str, Any]] = deque([("optimizer", checkpoint.get("optimizer_states"))])

@@ -69,7 +69,9 @@ class _Float8Linear(nn.Module):
 
         x = in_autocast_dtype(x)
         y = float8_product(x, self.weight, self.float8_settings)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        if self.bias is None:
+            return y
+        return y + self.bias.to(y.dtype)
 
 
 class Float8Precision(PrecisionTechnique):
@@ -186,8 +188,7 @@ class Float8Precision(PrecisionTechnique):
                 example = r"modules=['layers\.\d+'], or 'all'"
                 inside = find_blocks(module, who="Float8Precision", every=True, example=example)
             else:
-                patterns = [self.modules] if isinstance(self.modules, str) else list(self.modules)
-                inside = match_modules(module, patterns, who="Float8Precision: modules")
+                inside = match_modules(module, self.modules, who="Float8Precision: modules")
             chosen = {name for name in linears if any(name == n or name.startswith(f"{n}.") for n, _ in inside)}
         if self.modules in ("blocks", "all"):
             chosen -= {*_heads(module, linears), *_routers(module, linears)}
@@ -206,16 +207,16 @@ class Float8Precision(PrecisionTechnique):
             self._rest = _plain(self.precision, trainer.strategy.root_device.type)
         return self._rest.convert_module(module)
 
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: object) -> Any:
         return self._rest.convert_input(data)
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
+    def tensor_init_context(self) -> AbstractContextManager[object]:
         return self._rest.tensor_init_context()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
+    def module_init_context(self) -> AbstractContextManager[object]:
         return self._rest.module_init_context()
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         return self._rest.forward_context()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -53,7 +53,7 @@ from lit_efficient.distributed.units import (
 )
 from lit_efficient.distributed.weight_slices import fill_waiting
 from lit_efficient.errors import CheckpointError, ChecksTypes, ConfigurationError, ConflictError, check_number, refusal
-from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.files.checkpoints import Checkpoint, load_verified
 from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
 from lit_efficient.internals.lightning_sharding import ShardingBase, configure_model
 from lit_efficient.internals.lightning_trainer import trainer_of
@@ -171,7 +171,7 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
             share_rows(mesh["slices"].get_group())
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> dict[str, object]:
         shared = self.parallel.tensor * self.parallel.context  # processes that share a row read the same rows
         return {"num_replicas": self.world_size // shared, "rank": self.global_rank // shared}
 
@@ -354,8 +354,8 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def _step(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.lightning_module
+    def _step(self, kind: str, name: str, *args: object, **kwargs: object) -> Any:
+        module = self.lightning_module
         with getattr(self.precision_plugin, f"{kind}_step_context")():
             if isinstance(module, FSDPModule):
                 return self.run_as_forward(module, name, *args, **kwargs)
@@ -398,7 +398,7 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: object = None) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, filepath: Any, storage_options: object = None) -> None:
         if not self.in_shards or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -454,7 +454,7 @@ def expecting(optimizer: Any, module: nn.Module, named: Collection[str]) -> Iter
             p.requires_grad_(trains)
 
 
-def load_file(path: Path, module: Any, optimizers: Sequence[Any]) -> dict[str, Any]:
+def load_file(path: Path, module: LightningModule, optimizers: Sequence[Any]) -> dict[str, Any]:
     """Fill shards from a checkpoint in one file, written by any strategy, and return the rest of the checkpoint.
 
     Raises:
@@ -515,7 +515,7 @@ def _placed(tensor: Tensor, like: Any, what: str) -> Tensor:
     return placed_like(tensor, like, tensor.dtype)
 
 
-def _cut(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _cut(self: Any, batch: Any, *args: object, **kwargs: object) -> Any:
     """Return this process's slices of a batch, on the host, after hooks have had the whole batch and before it is
     counted.
     """

@@ -66,7 +66,7 @@ def zero_config(
     nvme_path: str | None = None,
     node_size: int = 1,
     quantized: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the part of DeepSpeed's configuration that decides what is sharded and where it is stored.
 
     Arguments are those of :class:`ZeroStrategy`.

@@ -107,11 +107,11 @@ class FolderTable:
 
     def _listed_rows(
         self, metadata: list[Path], where: str, others: Sequence[Path]
-    ) -> tuple[dict[Path, tuple[str, Mapping[str, Any]]], list[str]]:
+    ) -> tuple[dict[Path, tuple[str, Mapping[str, object]]], list[str]]:
         """Return place and row of each image that metadata files list, and the names of all columns."""
         elsewhere = {os.path.normpath(path) for path in others}
         here = {os.path.normpath(path): path for path in self.files}
-        listed: dict[Path, tuple[str, Mapping[str, Any]]] = {}
+        listed: dict[Path, tuple[str, Mapping[str, object]]] = {}
         columns: dict[str, None] = {}  # a set that keeps the order
         rows = []
         for file in metadata:
@@ -201,7 +201,7 @@ def _metadata_of(folder: Path) -> list[Path]:
     return found
 
 
-def _metadata_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _metadata_rows(file: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield place and content of each row."""
     text = _text_of(file)
     if file.suffix == ".csv":

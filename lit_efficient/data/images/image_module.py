@@ -50,14 +50,16 @@ class KeyedModule(ChecksTypes, LightningDataModule):
     def val_dataloader(self) -> Any:
         return self._loader_of_part(self.source.val_index)
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> object:
         return self._loader_of_part(self.source.test_index)
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> object:
         return self.test_dataloader()
 
     def _loader_of_part(self, index: list[int]) -> Any:
-        return self._loader(index) if index else no_loaders(self)
+        if index:
+            return self._loader(index)
+        return no_loaders(self)
 
     def _loader(self, index: list[int], training: bool = False) -> DataLoader[Any]:
         source = self.source

@@ -13,7 +13,7 @@ import io
 import random
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -142,7 +142,7 @@ def _opened(content: bytes) -> Image:
     return _trying(Images.open, io.BytesIO(content), formats=_FORMATS)
 
 
-def _trying(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def _trying(call: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Call a function of Pillow, and turn the errors that its decoders raise for damaged bytes into one."""
     from PIL import Image as Images
 

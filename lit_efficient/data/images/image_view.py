@@ -101,7 +101,9 @@ class ImageView:
         return torch.tensor([*size, round(top * scale), round(left * scale), *shape])
 
     def _place(self, key: Key, seed: int) -> tuple[float, float]:
-        return crop_place(seed, *key) if self.crop == "random" else (0.5, 0.5)
+        if self.crop == "random":
+            return crop_place(seed, *key)
+        return (0.5, 0.5)
 
     def _flips(self, key: Key) -> bool:
         return self.horizontal_flip and key[1] % 2 == 1
@@ -119,4 +121,6 @@ class ImageView:
         }
 
     def _buckets(self) -> AspectBuckets:
-        return self.buckets if isinstance(self.buckets, AspectBuckets) else AspectBuckets()
+        if isinstance(self.buckets, AspectBuckets):
+            return self.buckets
+        return AspectBuckets()

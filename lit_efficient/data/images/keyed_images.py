@@ -65,7 +65,7 @@ class KeyedImageFiles:
                 "skip_unreadable: true."
             ) from error
         height, width = store.sizes[row].tolist()
-        item: dict[str, Any] = {"images": images, "index": index, "variant": variant}
+        item: dict[str, object] = {"images": images, "index": index, "variant": variant}
         item["sizes"] = self.view.sizes((height, width), shape, key, self.seed)
         if self.labels is not None:
             item["labels"] = self.labels[index]
@@ -91,7 +91,9 @@ def repeats_of(stores: Sequence[StoredImages]) -> list[int]:
     """Return how often an epoch shows each image of the stores."""
     repeats: list[int] = []
     for store in stores:
-        found = store.of_readable(store.table.repeats) if isinstance(store.table, FolderTable) else None
+        found = None
+        if isinstance(store.table, FolderTable):
+            found = store.of_readable(store.table.repeats)
         repeats += found or [1] * len(store)
     return repeats
 
@@ -102,7 +104,7 @@ def collected(stores: Sequence[StoredImages], kind: Literal["labels", "captions"
     Raises:
         ConfigurationError: If some stores have them and others do not.
     """
-    values: list[Any] = []
+    values: list[object] = []
     having = []
     lacking = []
     for store in stores:
@@ -139,7 +141,10 @@ def classes_of(stores: Mapping[str, Sequence[StoredImages]]) -> tuple[list[int] 
         raise refusal("ImageData", "labels", allowed, sorted({type(label).__name__ for label in labels}))
     number_of: dict[Label, int]
     if isinstance(labels[0], int):
-        names = list(declared.pop()) if declared else [str(number) for number in range(max(trained) + 1)]
+        if declared:
+            names = list(declared.pop())
+        else:
+            names = [str(number) for number in range(max(trained) + 1)]
         # Numbers are classes as they are, even if some of them never occur.
         number_of = {number: number for number in range(len(names))}
     else:

@@ -143,7 +143,9 @@ class EncodedNumbers:
 
 def _as_list(value: float | list[float]) -> list[float]:
     # An empty list is returned inside a list, so that the check of numbers refuses it.
-    return value if isinstance(value, list) and value else [value]  # type: ignore[list-item]
+    if isinstance(value, list) and value:
+        return value
+    return [value]  # type: ignore[list-item]
 
 
 def _is_shape(shape: object) -> bool:

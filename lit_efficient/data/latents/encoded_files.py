@@ -92,7 +92,7 @@ class SafetensorsRows:
             lengths.append(rows[self.fields[0]])
         self._ends = list(accumulate(lengths))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A memory map belongs to one process.
         return {**self.__dict__, "_tensors": {}}
 
@@ -154,7 +154,9 @@ def _value_of(scalar: Any) -> Value:
     values = getattr(scalar, "values", None)
     if values is None:
         found: Value = scalar.as_py()
-        return array_of_bytes(found) if isinstance(found, bytes) else found
+        if isinstance(found, bytes):
+            return array_of_bytes(found)
+        return found
     counts = []
     while "list" in str(values.type).split("<", maxsplit=1)[0]:
         counts.append(len(values))

@@ -58,7 +58,7 @@ class MosaicShards:
         self._ends = list(accumulate(int(shard["samples"]) for shard in self._shards))
         self._mapped: dict[int, np.ndarray] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A memory map belongs to one process.
         return {**self.__dict__, "_mapped": {}}
 
@@ -97,7 +97,9 @@ class MosaicShards:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigurationError(f"EncodedData: {self._folder / 'index.json'} lists {name!r}, which is not in it.")
         if not path.is_file():
-            hint = "; unpack the compressed shards first (zstd -d *.zstd)" if shard["zip_data"] else ""
+            hint = ""
+            if shard["zip_data"]:
+                hint = "; unpack the compressed shards first (zstd -d *.zstd)"
             raise ConfigurationError(f"EncodedData: the shard {path} is missing{hint}.")
         # The reader finds samples by offsets, so a file that was cut off would give wrong rows instead of an error.
         if path.stat().st_size != shard["raw_data"]["bytes"]:

@@ -79,7 +79,7 @@ def decode_row(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: row[name].float() for name in ("mean", "logvar", "latents") if name in row}
 
 
-def normalize_item(item: Mapping[str, Any], mean: Tensor, std: Tensor) -> dict[str, Any]:
+def normalize_item(item: Mapping[str, Any], mean: Tensor, std: Tensor) -> dict[str, object]:
     """Return an item whose latents [c, h, w] are normalised as by ``LatentCodec.normalize``, with mean and std [c]."""
     shift = _per_channel(mean)
     scale = _per_channel(std)

@@ -65,7 +65,7 @@ class LatentStore:
         # Files are opened on demand: a worker may never need most of them.
         self._opened: dict[str, dict[str, Tensor]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Memory maps belong to one process.
         return {**self.__dict__, "_opened": {}}
 
@@ -157,7 +157,7 @@ def open_shard(path: Path) -> dict[str, Tensor]:
 
 def read_row(shard: Mapping[str, Tensor], row: int) -> dict[str, Any]:
     """Return a copy of one row of a shard. ``scale`` and ``zero`` are those of all rows; the caption is a text."""
-    stored: dict[str, Any] = {}
+    stored: dict[str, object] = {}
     for name, values in shard.items():
         if name in ("scale", "zero"):
             stored[name] = values

@@ -187,7 +187,7 @@ def build_latents(
         return manifest
 
 
-def _checked(folder: Path, identity: Mapping[str, str]) -> dict[str, Any]:
+def _checked(folder: Path, identity: Mapping[str, str]) -> dict[str, object]:
     """Return the manifest of a complete cache, after comparing its identity and all files."""
     hint = "Give another folder, restore the settings, or replace the cache with --overwrite."
     refuse_other(folder, read_manifest(folder)["identity"], identity, hint)

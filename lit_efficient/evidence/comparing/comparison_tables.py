@@ -171,7 +171,9 @@ def _range(counts: Sequence[int], unit: str) -> str:
 
 
 def _outcome(variant: VariantResult) -> str:
-    return "were not run" if variant.failed.startswith(NOT_RUN) else "failed"
+    if variant.failed.startswith(NOT_RUN):
+        return "were not run"
+    return "failed"
 
 
 def left_out(comparison: Comparison) -> Mapping[str, str]:

@@ -69,7 +69,7 @@ class Advice:
     @property
     def yaml(self) -> str:
         """The change as a config to lay over that of the fit."""
-        tree: dict[str, Any] = {}
+        tree: dict[str, object] = {}
         for overlay in self.change.overlays:
             _lay_over(tree, overlay_tree(overlay))
         _lay_over(tree, nested(self.change.settings))

@@ -82,7 +82,10 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(few: FewBlocks) -> Fit:
-        made = source.make(change, FakeCopyMode(mode)) if isinstance(source, LiveFit) else source.make(change)
+        if isinstance(source, LiveFit):
+            made = source.make(change, FakeCopyMode(mode))
+        else:
+            made = source.make(change)
         made.trainer.callbacks = [few, *made.trainer.callbacks]
         return made
 

@@ -12,7 +12,7 @@ from lit_efficient.mechanisms.trials.probes import ProbeBatches, batch_size_of
 _SCAN = 512  # samples among which the longest are searched
 
 
-def batch_of(fit: Fit, notes: list[str]) -> tuple[Any, int | None]:
+def batch_of(fit: Fit, notes: list[str]) -> tuple[object, int | None]:
     """Return a batch in the structure of the training loop, and the number of batches in an epoch if it is known.
 
     Without data, ``notes`` receives a sentence on the origin of the batch.
@@ -62,7 +62,7 @@ def _largest(loader: Any, longest: Any) -> Any:
     return next(iter(loader))
 
 
-def _configured_batch(fit: Fit) -> Any:
+def _configured_batch(fit: Fit) -> object:
     """Return a batch of tokens of the configured shape, or the module's example input; ``None`` without either."""
     data = fit.data
     length = getattr(data, "max_length", None) or getattr(data, "sequence_length", None)

@@ -140,7 +140,7 @@ def _trace(fit: Fit, batch: object, batches: int | None, mode: FakeTensorMode, b
     fakes = _Fakes(mode, trainer.strategy.root_device)
     fakes.module(fit.module)
     loader = _Loader(fakes.tree(batch), batches)
-    data: dict[str, Any] = {"train_dataloaders": loader}
+    data: dict[str, object] = {"train_dataloaders": loader}
     # The data was prepared for the batch, and its other hooks may need real values.
     if fit.datamodule is not None:
         for name in ("prepare_data", "setup", "teardown"):
@@ -418,7 +418,7 @@ class _StandIns(TorchDispatchMode):
         return any(isinstance(one, Tensor) and one.numel() > self.most_known for one in tree_leaves(result))
 
 
-def _values(func: Any, args: Any, kwargs: Any) -> Any:
+def _values(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """Return the result of an operator if all its inputs are known, else ``_UNKNOWN``."""
     if func is torch.ops.aten.rand.default:
         # Events with a probability below 1/2 do not occur.
@@ -439,7 +439,7 @@ def _values(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _grouped(*args: Any, **kwargs: Any) -> Tensor:
+def _grouped(*args: Any, **kwargs: object) -> Tensor:
     """Grouped matrix product, for which fake tensors support bfloat16 only."""
     half = tree_map_only(Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, args)
     product: Tensor = GROUPED_MM(*half, **kwargs)
@@ -491,7 +491,7 @@ def _guess(func: Any, args: Any) -> bool | float:
     return 1.0 if args[0].dtype.is_floating_point else 1
 
 
-def _means_error(func: Any, args: Any) -> bool:
+def _means_error(func: Callable[..., object], args: tuple[object, ...]) -> bool:
     """True if the truth of an operator's result means an error, such as a number that is NaN or too large."""
     # A number differs from itself if it is NaN, and infinity is the usual error value.
     name = base_name(func)

@@ -142,7 +142,7 @@ class Space:
 
     def settings(self, candidate: Candidate) -> dict[str, Any]:
         """Return the settings of a candidate."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         if self.place:
             found[self.place[0]] = candidate.batch
             found["trainer.accumulate_grad_batches"] = candidate.accumulation

@@ -129,7 +129,9 @@ class Tuned:
     @property
     def change(self) -> Change | None:
         """The best candidate as a change of the fit."""
-        return self.space.change(self.best.candidate) if self.best else None
+        if self.best:
+            return self.space.change(self.best.candidate)
+        return None
 
     @property
     def gain(self) -> float:

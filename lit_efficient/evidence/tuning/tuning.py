@@ -103,7 +103,7 @@ class Ledger:
                 if record.get("search") == key:
                     self._known[record["asked"]] = record["result"]
 
-    def result(self, asked: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def result(self, asked: str, make: Callable[[], dict[str, object]]) -> dict[str, Any]:
         """Return the stored result of a question, or evaluate and store it."""
         if asked not in self._known:
             self._known[asked] = make()

@@ -420,7 +420,7 @@ def twin(module: LightningModule) -> LightningModule:
     return copied
 
 
-def loss_of(module: LightningModule, batch: Batch, batch_idx: int = 0, seed: int | dict[str, Any] = 0) -> Tensor:
+def loss_of(module: LightningModule, batch: Batch, batch_idx: int = 0, seed: int | dict[str, object] = 0) -> Tensor:
     """Return the loss of the module's own training step for a batch.
 
     Within a fit, techniques and the trainer's precision act on the step.
@@ -444,7 +444,7 @@ def loss_of(module: LightningModule, batch: Batch, batch_idx: int = 0, seed: int
         set_random_states(seed)
     arguments = [batch, batch_idx][: len(inspect.signature(module.training_step).parameters)]
     with context:
-        output: Any = module.training_step(*arguments)
+        output = module.training_step(*arguments)
     loss = output
     if isinstance(output, Mapping):
         loss = output["loss"]
@@ -502,11 +502,11 @@ def order_of(module: LightningModule, batch: Batch) -> list[str]:
     return list(dict.fromkeys([*(call.name for call in calls), *(name for name, _ in module.named_modules())]))
 
 
-def outputs_of(module: LightningModule, batch: Batch) -> dict[str, Any]:
+def outputs_of(module: LightningModule, batch: Batch) -> dict[str, object]:
     """Return the output of each module in a training step, in order of computation, and the loss."""
     with recorded(module, detached) as calls, torch.no_grad():
         loss = loss_of(module, copy.deepcopy(batch))
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for call in calls:
         # The last call counts, because a network may be probed before.
         found.pop(call.name, None)
@@ -514,7 +514,7 @@ def outputs_of(module: LightningModule, batch: Batch) -> dict[str, Any]:
     return {**found, "the loss": loss.detach()}
 
 
-def output_differences(right: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+def output_differences(right: Mapping[str, object], found: Mapping[str, object]) -> dict[str, float]:
     """Return the differences of outputs from the right ones, in order of computation, for modules on both sides."""
     off = {}
     for name, output in right.items():

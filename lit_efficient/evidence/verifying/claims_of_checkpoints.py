@@ -251,7 +251,7 @@ class Exported(Claim):
         # An average then differs from the weights.
         _disturb([p for p in module.parameters() if p.requires_grad])
         batch = first_batch(trainer)
-        outputs: dict[str, Any] = {}
+        outputs: dict[str, object] = {}
 
         def look(trainer: Trainer, module: LightningModule, *_: object) -> None:
             outputs.update(outputs_of(module, batch))
@@ -275,7 +275,7 @@ class Exported(Claim):
     def _loaded(
         self,
         batch: Batch,
-        right: Mapping[str, Any],
+        right: Mapping[str, object],
         state: dict[str, Tensor],
         trainer: Trainer,
         module: LightningModule,

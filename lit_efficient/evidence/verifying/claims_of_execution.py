@@ -1,7 +1,6 @@
 """Claims about the execution of a step: recomputation, compilation, and the modes of layers."""
 
 import contextlib
-from typing import Any
 
 import torch
 from torch import nn
@@ -128,7 +127,7 @@ def _trains(module: nn.Module, name: str, part: nn.Module) -> bool:
     return bool(trains) and all(trains)
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _differ(one: object, other: object) -> bool:
     return not all(map(torch.equal, floats(one), floats(other)))
 
 

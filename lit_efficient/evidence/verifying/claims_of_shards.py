@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError
@@ -179,14 +179,14 @@ class _Reporter(Callback):
             self.report["states"] = [states for _, states in steps]
 
 
-def _noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _noted(self: nn.Module, *args: object, **kwargs: object) -> object:
     given = args[0] if args else kwargs["batch"]
     batch = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), given)
     vars(self)[_STEPS].append((batch, random_states()))
     return inner_method(self, "training_step", _noted)(*args, **kwargs)
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: Any) -> object:
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
     if isinstance(value, Tensor):

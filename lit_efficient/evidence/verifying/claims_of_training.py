@@ -189,7 +189,7 @@ def _accumulated(trainer: Trainer, module: LightningModule, parts: list[Batch], 
     numbers = iter(range(len(parts)))
 
     @functools.wraps(step)
-    def same_draws(*args: Any, **kwargs: Any) -> Any:
+    def same_draws(*args: object, **kwargs: object) -> Any:
         seed_everything(0, verbose=False)
         with Draws(draws.values, next(numbers), len(parts)) as mode:
             output = step(*args, **kwargs)

@@ -214,7 +214,9 @@ def ratio(moved: float, own: float) -> float:
 
 def most(tensor: Tensor) -> float:
     """Return the largest magnitude of an element; 0 for an empty tensor."""
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    if tensor.numel():
+        return float(tensor.abs().max())
+    return 0.0
 
 
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ def recorded(module: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[Cal
     outer = itertools.count()
 
     def begins(name: str) -> Callable[..., None]:
-        def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(part: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if backward_runs():
                 return
             nth = counts.get(name, 0)
@@ -71,7 +71,7 @@ def recorded(module: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[Cal
 
         return hook
 
-    def ends(part: nn.Module, args: Any, output: Any) -> None:
+    def ends(part: nn.Module, args: tuple[object, ...], output: object) -> None:
         if stack and stack[-1].part is part and not backward_runs():
             call = stack.pop()
             call.output = keep(output)
@@ -85,11 +85,11 @@ def recorded(module: nn.Module, keep: Callable[[Any], Any]) -> Iterator[list[Cal
         yield done
 
 
-def as_it_is(tree: Any) -> Any:
+def as_it_is(tree: object) -> object:
     """Return tensors with their graph."""
     return tree
 
 
-def detached(tree: Any) -> Any:
+def detached(tree: object) -> object:
     """Return copies of tensors without their graph."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)

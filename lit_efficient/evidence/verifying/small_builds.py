@@ -126,7 +126,7 @@ def _pretrained(source: FitSource) -> Iterator[tuple[dict[str, Any], dict[str, A
 
 def _model_settings(source: FitSource) -> dict[str, Any]:
     """Return all settings of the model at all depths, by their names in the config."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
 
     def collect(tree: object, path: str) -> None:
         if isinstance(tree, Mapping):

@@ -66,11 +66,11 @@ class TokenBatch:
     kinds: Kinds  # kinds of the tokens
     positions: Tensor | None  # position of each token in its document ``[B, T]``, if the batch has positions
 
-    def with_ids(self, ids: Tensor) -> Any:
+    def with_ids(self, ids: Tensor) -> object:
         """Return the batch with other tokens and the same labels."""
         return tree_map_only(Tensor, lambda leaf: ids if leaf is self.ids else leaf, self.batch)
 
-    def with_labels(self, labels: Tensor) -> Any:
+    def with_labels(self, labels: Tensor) -> object:
         """Return the batch with other labels."""
         return tree_map_only(Tensor, lambda leaf: labels if leaf is self.labels else leaf, self.batch)
 

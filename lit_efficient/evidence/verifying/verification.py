@@ -159,7 +159,10 @@ def verify(
     Raises:
         ConfigurationError: If ``only`` names an unknown claim, or the module needs the mesh of several processes.
     """
-    source = fit if isinstance(fit, FitSource) else LiveFit(fit, module, data, seed)
+    if isinstance(fit, FitSource):
+        source = fit
+    else:
+        source = LiveFit(fit, module, data, seed)
     claims = chosen(only)
     began = time.monotonic()
     environment = dict(os.environ)

@@ -228,7 +228,7 @@ def frozen_keys(module: nn.Module, keys: Iterable[str]) -> set[str]:
     return found
 
 
-def _complete(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def _complete(module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
     """Pre-hook of loading that adds the module's own tensors for those missing from the checkpoint.
 
     The checkpoint contains either the adapters without the base, or the base without adapters.

@@ -123,7 +123,7 @@ class _Loads(Loads, Moves):
             if given is not None and popped:
                 self._restore(given, popped)
 
-    def _take(self, data: Tensor, fresh: Any) -> None:
+    def _take(self, data: Tensor, fresh: object) -> None:
         raise NotImplementedError
 
     def _restore(self, data: Tensor, constants: dict[str, Tensor]) -> None:
@@ -173,8 +173,7 @@ class _Loads8bit(_Loads):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's own output, after a check of the input."""
         check_input(self, x)
-        y: Tensor = super().forward(x)  # type: ignore[misc]  # of bitsandbytes' layer
-        return y
+        return super().forward(x)  # type: ignore[misc]  # of bitsandbytes' layer
 
     def after_move(self) -> None:
         """Move the scales to the device of the weight. A forward pass stores codes and scales in ``state`` as well."""
@@ -184,7 +183,7 @@ class _Loads8bit(_Loads):
                 holder.SCB = holder.SCB.to(self.weight.device)
         self.state.idx = None  # columns of outliers in the last input
 
-    def before_load(self, state_dict: dict[str, Any], prefix: str) -> None:
+    def before_load(self, state_dict: dict[str, object], prefix: str) -> None:
         self.after_move()  # a deep copy has two copies of the codes, of which only the weight's would be loaded
         super().before_load(state_dict, prefix)
 
@@ -200,7 +199,7 @@ class _Loads8bit(_Loads):
         self._scale().copy_(constants["SCB"])
 
 
-def state_4bit(constants: dict[str, Tensor], device: torch.device) -> Any:
+def state_4bit(constants: dict[str, Tensor], device: torch.device) -> object:
     """Return the quantisation constants of bitsandbytes from entries of a checkpoint.
 
     Args:

@@ -12,12 +12,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.checkpoints import Fields
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.mechanisms.adapters.peft_folder import LORA_FILE
 
@@ -26,7 +26,7 @@ _PEFT = "base_model.model."
 _KOHYA = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight", "lora_magnitude_vector": "dora_scale"}
 
 
-def places_of(networks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def places_of(networks: Sequence[Fields]) -> dict[str, str]:
     """Return the places of networks in a pipeline of diffusers: ``unet`` or ``transformer``, and ``text_encoder``, ...
 
     Text encoders are found by their names, else by their order, with those of a projection last, as in SDXL.
@@ -58,7 +58,7 @@ def places_of(networks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def write_several(
-    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], networks: Sequence[Mapping[str, Any]]
+    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object], networks: Sequence[Fields]
 ) -> None:
     """Write the factors of several networks for ``load_lora_weights`` to a folder.
 
@@ -69,7 +69,7 @@ def write_several(
         networks: As in :func:`places_of`.
     """
     named: dict[str, Tensor] = {}
-    header: dict[str, Any] = {}
+    header: dict[str, object] = {}
     for part in networks:
         place = places_of(networks)[part["name"]]
         prefix = f"{_PEFT}{part['name']}."
@@ -83,7 +83,7 @@ def write_several(
     save_tensors(folder / LORA_FILE, named, format="pt", lora_adapter_metadata=json.dumps(header))
 
 
-def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Fields) -> None:
     """Write the factors of a peft adapter in both formats to a folder, if it belongs to a diffusers model.
 
     The formats contain only factors. Other trained tensors are in peft's own file only.
@@ -107,7 +107,7 @@ def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Ma
         save_tensors(folder / KOHYA_FILE, to_kohya(own, config), format="pt")
 
 
-def to_kohya(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+def to_kohya(tensors: Mapping[str, Tensor], config: Fields) -> dict[str, Tensor]:
     """Return the factors of a UNet's layers by kohya's names, with an ``alpha`` for each layer.
 
     Args:

@@ -52,7 +52,7 @@ class LowRankExperts(ReadsAdapted):
     lora_scale: float
     lora_transposed: bool
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: object) -> Any:
         """Return the module's own output with the adapted weights."""
         if self.adapter_off:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -69,7 +69,7 @@ class LowRankExperts(ReadsAdapted):
             delta = delta.mT
         return weight + delta.to(weight.dtype)
 
-    def _beside(self: Any, x: Tensor) -> Tensor:
+    def _beside(self, x: Tensor) -> Tensor:
         """Return the output of this package's layer of experts, computed without a sum as large as the weight."""
         y: Tensor = super().forward(x)  # type: ignore[misc]
         inner = self.grouped_product(x.to(self.lora_A_weight.dtype), self.lora_A_weight)
@@ -81,7 +81,9 @@ def seed_of(draw: str) -> int:
     return int.from_bytes(hashlib.blake2b(draw.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def add_experts(module: Any, name: str, parameters: Sequence[str], *, rank: int, scale: float, seed: int = 0) -> None:
+def add_experts(
+    module: nn.Module, name: str, parameters: Sequence[str], *, rank: int, scale: float, seed: int = 0
+) -> None:
     """Add an adapter to each matrix in a module's stacked parameters, in place. The output does not change.
 
     Args:

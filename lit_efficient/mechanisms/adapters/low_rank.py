@@ -170,7 +170,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
             return self.lora_A, self.lora_B, self.lora_scale
         return getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}"), self.lora_others[name]
 
-    def _read_sum(self, *args: object, **kwargs: object) -> Any:
+    def _read_sum(self, *args: object, **kwargs: object) -> object:
         """Run the layer's own forward with the sum of weight and adapter as its weight."""
         if self.lora_mix is not None:
             raise ConfigurationError(
@@ -362,7 +362,11 @@ def base_matrix(module: Any) -> Tensor:
 
     The result is a view of the weight if possible. A quantised weight is dequantised.
     """
-    weight: Tensor = dequantize(module) if is_quantized(module) else module.weight.detach()
+    weight: Tensor
+    if is_quantized(module):
+        weight = dequantize(module)
+    else:
+        weight = module.weight.detach()
     if is_wrapper(weight):  # of another library, as torchao's
         weight = weight.dequantize()
     if isinstance(module, _LowRankConv1D | _LowRankEmbedding):

@@ -167,7 +167,7 @@ def _strip(part: Any) -> None:
 
 
 def _dequantize_base(root: nn.Module, name: str, part: Any) -> None:
-    linear: Any = plain_layer(part, dequantize(part).to(part.ia3.dtype))
+    linear = plain_layer(part, dequantize(part).to(part.ia3.dtype))
     linear.ia3 = part.ia3
     mix_in(linear, IA3Scaled, ia3_side=part.ia3_side, ia3_first=part.ia3_first)
     _replace(root, name, linear)

@@ -94,7 +94,7 @@ def config_options(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return {str(key): _primitive(value) for key, value in config.items()}
     given = {name: _primitive(value) for name, value in config.to_dict().items()}
-    usual: dict[str, Any] = {}
+    usual: dict[str, object] = {}
     for one in fields(config):
         usual[one.name] = one.default
         if one.default_factory is not MISSING:

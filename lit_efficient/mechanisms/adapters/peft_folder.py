@@ -268,7 +268,7 @@ def placement(module: nn.Module) -> dict[str, Any]:
 
 def _networks(module: nn.Module, adapted: Iterable[str]) -> list[dict[str, Any]]:
     """Return ``networks`` of :func:`placement`, which are not inside each other."""
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     part: Any
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.checkpoints import Fields
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS
 from lit_efficient.surgery import memory_of
 
 
 def to_peft(
-    state: Mapping[str, Tensor], where: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    state: Mapping[str, Tensor], where: Fields, arguments: Fields
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return the contents of ``adapter_model.safetensors`` and ``adapter_config.json`` of a peft adapter.
 
     Args:
@@ -95,13 +96,13 @@ def to_peft(
     return {f"base_model.model.{key}": tensor.contiguous() for key, tensor in tensors.items()}, config
 
 
-def _is_saved(key: str, where: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+def _is_saved(key: str, where: Mapping[str, object], arguments: Fields) -> bool:
     owner = key.rpartition(".")[0]
     full = f"{where['root']}.{owner}".lstrip(".")
     return any(re.fullmatch(rf"(?:.*\.)?(?:{p})(?:\..*)?", full) for p in arguments["modules_to_save"] or ())
 
 
-def _saved_module(name: str, where: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+def _saved_module(name: str, where: Mapping[str, object], arguments: Fields) -> str:
     """Return the outermost module around a saved one that is saved as a whole.
 
     peft wraps some heads as a whole, whatever the configuration says.
@@ -115,7 +116,7 @@ def _saved_module(name: str, where: Mapping[str, Any], arguments: Mapping[str, A
     return name
 
 
-def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[str]) -> dict[str, Any]:
+def _config(where: Fields, arguments: Fields, saved: list[str]) -> dict[str, Any]:
     doubled = 2 if arguments["variant"] == "pissa" else 1
     targets, parameters = _split(where)
     if parameters and arguments["variant"] == "dora":
@@ -145,7 +146,7 @@ def _config(where: Mapping[str, Any], arguments: Mapping[str, Any], saved: list[
     return config
 
 
-def task_of(where: Mapping[str, Any]) -> str | None:
+def task_of(where: Fields) -> str | None:
     """Return peft's task type for a model, or None.
 
     Args:
@@ -153,7 +154,9 @@ def task_of(where: Mapping[str, Any]) -> str | None:
     """
     kind = where.get("class") or ""
     if kind.endswith("ForConditionalGeneration"):  # of encoder and decoder, or of images and text
-        return "SEQ_2_SEQ_LM" if json.loads(where["config"]).get("is_encoder_decoder") else "CAUSAL_LM"
+        if json.loads(where["config"]).get("is_encoder_decoder"):
+            return "SEQ_2_SEQ_LM"
+        return "CAUSAL_LM"
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
         return "CAUSAL_LM"
     if kind.endswith("ForSequenceClassification"):
@@ -165,7 +168,7 @@ def task_of(where: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _split(where: Mapping[str, Any]) -> tuple[list[str] | str, list[str]]:
+def _split(where: Fields) -> tuple[list[str] | str, list[str]]:
     """Return the values of peft's ``target_modules`` and ``target_parameters``.
 
     In a mixture of experts, peft applies every target with the name of a single expert's layer to the fused experts.
@@ -176,7 +179,10 @@ def _split(where: Mapping[str, Any]) -> tuple[list[str] | str, list[str]]:
     stacks = [f"{name}.{key}" for name, keys in where.get("experts", {}).items() for key in keys]
     if not parameters:
         return where["targets"], stacks
-    listed = where["kinds"] if isinstance(where["targets"], str) else where["targets"]
+    if isinstance(where["targets"], str):
+        listed = where["kinds"]
+    else:
+        listed = where["targets"]
     return [target for target in listed if target.rpartition(".")[2] not in fused], parameters + stacks
 
 

@@ -42,7 +42,7 @@ def network_of(module: nn.Module) -> str:
 
 def inject(
     root: nn.Module,
-    configs: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, Mapping[str, object]],
     active: Mapping[str, float],
     *,
     train: Sequence[str] | None = None,
@@ -129,7 +129,10 @@ def switch_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, floa
     """
     from peft.functional import set_adapter
 
-    weights = dict(active) if isinstance(active, Mapping) else dict.fromkeys(active, 1.0)
+    if isinstance(active, Mapping):
+        weights = dict(active)
+    else:
+        weights = dict.fromkeys(active, 1.0)
     roots: list[Any] = networks(module)
     for root in roots:
         for name in weights:
@@ -174,7 +177,7 @@ def _scales(layer: Any, name: str) -> bool:
 
 
 @torch.no_grad()
-def merge_peft(root: Any) -> None:
+def merge_peft(root: nn.Module) -> None:
     """Merge the active adapters of a network into its weights, in place. Quantised layers become float layers."""
     layers = outermost(root)
     if any(_is_rounded(root.get_submodule(name)) for name in layers):  # peft would quantise the sum again
@@ -190,7 +193,7 @@ def merge_peft(root: Any) -> None:
         root.__dict__.pop(key, None)
 
 
-def _is_rounded(layer: Any) -> bool:
+def _is_rounded(layer: nn.Module) -> bool:
     return is_quantized(getattr(layer, "base_layer", None))
 
 
@@ -202,7 +205,7 @@ def _to_floats(root: Any) -> None:
     rounded = [name for name in outermost(root) if _is_rounded(root.get_submodule(name))]
     unload(root, merge=False)
     for name in rounded:
-        base: Any = root.get_submodule(name)
+        base = root.get_submodule(name)
         owner, _, last = name.rpartition(".")
         setattr(root.get_submodule(owner), last, plain_layer(base, dequantize(base)))
     inject(root, configs, note["active"], seed=note["seed"])
@@ -275,7 +278,7 @@ def check_forward(root: nn.Module, context: Any, precision: str) -> None:
     Raises:
         ConfigurationError: If a layer cannot compute in the precision.
     """
-    seen: set[Any] = set()
+    seen: set[object] = set()
     for name in outermost(root):
         layer: Any = root.get_submodule(name)
         base: Any = getattr(layer, "base_layer", None)

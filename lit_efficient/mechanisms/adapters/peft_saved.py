@@ -101,7 +101,7 @@ def start_from(root: nn.Module, name: str, tensors: Mapping[str, Tensor], folder
         place.copy_(tensors[key])
 
 
-def peft_placement(module: nn.Module) -> dict[str, Any]:
+def peft_placement(module: nn.Module) -> dict[str, object]:
     """Return the data of the adapters that an export needs, as primitives and tensors for a checkpoint.
 
     Returns:
@@ -134,7 +134,7 @@ def peft_placement(module: nn.Module) -> dict[str, Any]:
 
 def peft_files(
     where: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> dict[str, tuple[dict[str, Tensor], dict[str, Any]]]:
+) -> dict[str, tuple[dict[str, Tensor], dict[str, object]]]:
     """Return the tensors and options of each adapter in a checkpoint, as peft would save them.
 
     Args:
@@ -148,7 +148,7 @@ def peft_files(
     return found
 
 
-def write_peft_folder(folder: Path, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
+def write_peft_folder(folder: Path, tensors: Mapping[str, Tensor], options: Mapping[str, object]) -> None:
     """Write an adapter's configuration and tensors to a folder in peft's format."""
     config = peft_config(options)
     config.inference_mode = True

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_efficient.application.recorded import arguments_behind
 from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.files.checkpoints import Fields
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, whole_factors
 from lit_efficient.mechanisms.adapters.low_rank import kind_of
 from lit_efficient.mechanisms.adapters.peft_folder import described, model_root
@@ -88,7 +89,7 @@ def _end(name: str, parts: int) -> str:
     return ".".join(name.split(".")[-parts:])
 
 
-def vectors_to_peft(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def vectors_to_peft(checkpoint: Fields) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return tensors and configuration of a peft adapter for a checkpoint of IA3, PrefixTuning or PromptTuning.
 
     Return None for other checkpoints.
@@ -108,7 +109,7 @@ def vectors_to_peft(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], d
     return _prefix_to_peft(state, kept["prefix"], arguments)
 
 
-def _ia3_to_peft(state: Mapping[str, Tensor], where: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _ia3_to_peft(state: Mapping[str, Tensor], where: Fields) -> tuple[dict[str, Tensor], dict[str, Any]]:
     prefix = _prefix(where)
     tensors = {}
     for name, layer in where["layers"].items():
@@ -133,7 +134,7 @@ def _ia3_to_peft(state: Mapping[str, Tensor], where: Mapping[str, Any]) -> tuple
     return tensors, config
 
 
-def _prefix(where: Mapping[str, Any]) -> str:
+def _prefix(where: Mapping[str, object]) -> str:
     """Return the prefix of the scaled model's names in a ``state_dict``."""
     if where.get("root"):
         return f"{where['root']}."
@@ -141,7 +142,7 @@ def _prefix(where: Mapping[str, Any]) -> str:
 
 
 def _prompt_to_peft(
-    state: Mapping[str, Tensor], where: Mapping[str, Any], arguments: Mapping[str, Any]
+    state: Mapping[str, Tensor], where: Fields, arguments: Fields
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     _check_place(where, arguments)
     embedded = state[f"{where['decoder']}.{PROMPT}.prompt_embeddings".lstrip(".")]
@@ -158,7 +159,7 @@ def _prompt_to_peft(
     }
 
 
-def _check_place(where: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+def _check_place(where: Mapping[str, object], arguments: Mapping[str, object]) -> None:
     what = None
     if arguments.get("modules_to_save"):
         what = "modules_to_save together with a prefix"
@@ -172,7 +173,7 @@ def _check_place(where: Mapping[str, Any], arguments: Mapping[str, Any]) -> None
 
 
 def _prefix_to_peft(
-    state: Mapping[str, Tensor], where: Mapping[str, Any], arguments: Mapping[str, Any]
+    state: Mapping[str, Tensor], where: Fields, arguments: Fields
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     _check_place(where, arguments)
     prefix = f"{where['decoder']}.{CHILD}.".lstrip(".")
@@ -192,14 +193,14 @@ def _prefix_to_peft(
     }
 
 
-def scaled_names(checkpoint: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def scaled_names(checkpoint: Fields) -> dict[str, dict[str, Any]]:
     """Return the layers that IA3 has scaled, by their names in a checkpoint's ``state_dict``."""
     where = checkpoint.get("lit_efficient", {}).get("ia3", {"layers": {}})
     prefix = _prefix(where)
     return {f"{prefix}{name}": layer for name, layer in where["layers"].items()}
 
 
-def fold_vectors(state: dict[str, Tensor], checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+def fold_vectors(state: dict[str, Tensor], checkpoint: Fields) -> dict[str, Tensor]:
     """Multiply float weights and biases by a checkpoint's factors of IA3, in place, and return ``state``.
 
     Args:
@@ -226,7 +227,7 @@ def fold_vectors(state: dict[str, Tensor], checkpoint: Mapping[str, Any]) -> dic
     return state
 
 
-def refuse_prefix(checkpoint: Mapping[str, Any]) -> None:
+def refuse_prefix(checkpoint: Fields) -> None:
     """Raise :class:`ConfigurationError` if a checkpoint has a prefix, which cannot be merged into weights."""
     if "prefix" in checkpoint.get("lit_efficient", {}):
         raise ConfigurationError("export: a prefix cannot be merged into weights. Use format peft")

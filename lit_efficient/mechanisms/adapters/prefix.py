@@ -175,8 +175,7 @@ class PrefixedGPT(PrefixedDecoder):
             for store, k, v in zip(cache, keys, values, strict=True):
                 store.max_length += self.prefix_length
                 store.append(k.to(dtype).expand(rows, *k.shape), v.to(dtype).expand(rows, *v.shape))
-        features: Tensor = super().features(input_ids, cache)  # type: ignore[misc]
-        return features
+        return super().features(input_ids, cache)  # type: ignore[misc]
 
 
 def find_decoder(root: nn.Module, who: str) -> tuple[str, nn.Module]:
@@ -251,7 +250,7 @@ def computed_from(decoder: Any, embedded: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([cache.key for cache in caches]), torch.cat([cache.value for cache in caches])
 
 
-def _plain(decoder: Any) -> Any:
+def _plain(decoder: nn.Module) -> Any:
     if isinstance(decoder, PrefixedTransformer):
         return super(PrefixedTransformer, decoder)
     return decoder
@@ -269,7 +268,7 @@ class _Recorder(KVCache):
 
 
 def add_prefix(
-    decoder: Any, length: int, tokens: Sequence[int] = (), *, projection: int = 0, seed: int = 0
+    decoder: nn.Module, length: int, tokens: Sequence[int] = (), *, projection: int = 0, seed: int = 0
 ) -> PrefixVectors:
     """Add a prefix to a decoder, in place, as its child ``prefix_tuning``, and return the prefix.
 
@@ -298,7 +297,7 @@ def add_prefix(
     return vectors
 
 
-def mix_in_prefix(decoder: Any, gpt: type, transformer: type, **attributes: Any) -> None:
+def mix_in_prefix(decoder: nn.Module, gpt: type, transformer: type, **attributes: object) -> None:
     """Apply the mix-in ``gpt`` or ``transformer`` to a decoder, by its class, in place.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.internals.hugging_face import attention_of
@@ -23,7 +23,7 @@ CHECKPOINTING = (
 )
 
 
-def owner_of(decoder: Any) -> str:
+def owner_of(decoder: object) -> str:
     """Return the name of the technique whose virtual tokens a decoder has, for messages."""
     return str(getattr(decoder, "virtual_tokens_of", "virtual tokens"))
 
@@ -94,7 +94,7 @@ def _layers_of(decoder: Any) -> list[Any]:
     return list(layers)
 
 
-def _window_of(decoder: Any) -> int | None:
+def _window_of(decoder: object) -> int | None:
     """Return the smallest sliding window of any layer in tokens, or None if no layer has one."""
     return min((layer.sliding_window for layer in _layers_of(decoder) if layer.is_sliding), default=None)
 
@@ -132,7 +132,7 @@ def computed_by_transformer(decoder: Any, forward: Callable[..., Any], **inputs:
     return torch.cat([layer.keys for layer in filled]), torch.cat([layer.values for layer in filled])
 
 
-def refuse_checkpointing(decoder: Any) -> None:
+def refuse_checkpointing(decoder: nn.Module) -> None:
     """Raise :class:`ConfigurationError` if gradient checkpointing is enabled in any part of a decoder."""
     if any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules()):
         raise ConfigurationError(f"{owner_of(decoder)} cannot be combined with gradient checkpointing: {CHECKPOINTING}")
@@ -177,7 +177,7 @@ def prefixed_call(
     return output
 
 
-def _refuse_padding_before_a_window(decoder: Any, mask: Any, length: int) -> None:
+def _refuse_padding_before_a_window(decoder: nn.Module, mask: Any, length: int) -> None:
     """Raise an error for rows that are padded on the left and longer than a sliding window.
 
     The window includes the padding between prefix and tokens, so that padding would change the result.
@@ -211,7 +211,7 @@ def _filled(decoder: Any, cache: Any, keys: Tensor, values: Tensor) -> Any:
     return cache
 
 
-def _started(layer: Any, key: Tensor, value: Tensor) -> Any:
+def _started(layer: nn.Module, key: Tensor, value: Tensor) -> Any:
     kind: Any = type(layer)
     cls: Any = _prefixed(kind)
     started = cls.__new__(cls)
@@ -283,8 +283,11 @@ def _packed_mask(decoder: Any, positions: Tensor, cache: Any, length: int) -> An
         return (document[row, key] == -1) | (document[row, key] == document[row, query])
 
     empty = torch.empty((batch, tokens, 0), dtype=decoder.dtype, device=positions.device)
-    mask: Any = create_causal_mask(
-        config=decoder.config, inputs_embeds=empty, attention_mask=None, past_key_values=cache,
-        position_ids=positions + length, and_mask_function=apart,
-    )  # fmt: skip
-    return mask
+    return create_causal_mask(
+        config=decoder.config,
+        inputs_embeds=empty,
+        attention_mask=None,
+        past_key_values=cache,
+        position_ids=positions + length,
+        and_mask_function=apart,
+    )

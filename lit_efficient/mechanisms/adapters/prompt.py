@@ -76,7 +76,7 @@ def _embedded(decoder: Any, tokens: Sequence[int]) -> Tensor:
         return table(torch.tensor(list(tokens), device=table.weight.device))
 
 
-def add_prompt(decoder: Any, length: int, tokens: Sequence[int] = (), *, seed: int = 0) -> PromptVectors:
+def add_prompt(decoder: nn.Module, length: int, tokens: Sequence[int] = (), *, seed: int = 0) -> PromptVectors:
     """Add virtual tokens to a decoder, in place, as its child ``prompt_tuning``, and return them.
 
     Args:

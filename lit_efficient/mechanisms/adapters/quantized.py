@@ -173,7 +173,7 @@ def dequantize(module: Any) -> Tensor:
     return _dequantize_8bit(weight.data, scale)
 
 
-def _dequantize_4bit(codes: Tensor, state: Any) -> Tensor:
+def _dequantize_4bit(codes: Tensor, state: object) -> Tensor:
     from lit_efficient.internals.bitsandbytes_cpu import dequantized
 
     return dequantized(codes, state)
@@ -211,7 +211,7 @@ def plain_layer(module: Any, weight: Tensor) -> nn.Module:
 
 def quantization_of(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the quantisation settings of each quantised layer by name, as primitives for a checkpoint."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for name, part in module.named_modules():
         if is_quantized(part) and hasattr(part, "quant_format"):
             found[name] = {

@@ -22,7 +22,7 @@ FIELDS = ("rank", "alpha", "variant", "targets")  # settings of a frozen adapter
 _PLAIN = ("lora", "rslora")
 
 
-def check_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def check_fields(name: str, fields: Mapping[str, object]) -> dict[str, object]:
     """Check a further adapter, and return its settings with the keys :data:`FIELDS`.
 
     Args:
@@ -97,7 +97,10 @@ def mix_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, float])
     Raises:
         ConfigurationError: If a name is unknown, or the variant does not support mixtures.
     """
-    weights = dict(active) if isinstance(active, Mapping) else dict.fromkeys(active, 1.0)
+    if isinstance(active, Mapping):
+        weights = dict(active)
+    else:
+        weights = dict.fromkeys(active, 1.0)
     if weights == {OWN: 1.0}:
         _set(module, None)
     else:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from lit_efficient.distributed.shards import asking_for, check_everywhere, check_surplus, checkpoint_keys
@@ -12,7 +13,7 @@ from lit_efficient.internals.wraps import inner_method, wrap_method
 from lit_efficient.mechanisms.adapters.base import frozen_keys, has_frozen_base
 
 
-def restore_without_base(strategy: Any) -> None:
+def restore_without_base(strategy: Strategy) -> None:
     """Make Lightning's ModelParallelStrategy (FSDP2) restore checkpoints of adapters without the frozen base.
 
     This strategy restores each weight by itself, without the hooks that add the weights of the base, and requests all

@@ -54,7 +54,9 @@ def find_targets(root: nn.Module, targets: str | Sequence[str], *, who: str) -> 
         found.append((name, module))
     if not found:
         others = other_targets(root)
-        advice = f"; name other layers by the ends of their names: targets={others}" if others else ""
+        advice = ""
+        if others:
+            advice = f"; name other layers by the ends of their names: targets={others}"
         raise ConfigurationError(f"{who}: {type(root).__name__} has no linear layer to adapt{advice}")
     return found
 

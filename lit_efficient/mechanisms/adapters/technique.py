@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
@@ -19,7 +20,7 @@ class AdapterTechnique(OptimizerHooks, CheckpointHooks, Technique):
     traits = frozenset({Trait.REFUSES_EARLY})
     alters = ("weights",)
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if traits_of(trainer.strategy).dtensors:
             # The formats of sharded checkpoints are loaded only for a run that shards.
@@ -44,6 +45,6 @@ class AdapterTechnique(OptimizerHooks, CheckpointHooks, Technique):
         checkpoint["lit_efficient"][cls.keeps] = cls.placement(module)
 
     @classmethod
-    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    def check_checkpoint(cls, module: nn.Module, checkpoint: Mapping[str, object]) -> None:
         """Check that the base is the one with which the adapters were trained."""
         check(module, checkpoint)

@@ -83,7 +83,7 @@ class VirtualTokens(AdapterTechnique):
             raise ConfigurationError(f"{type(self).__name__}: {name!r} has a prefix already. Build the module again")
         return name, decoder
 
-    def start(self, decoder: Any) -> tuple[int, list[int]]:
+    def start(self, decoder: nn.Module) -> tuple[int, list[int]]:
         """Return the number of virtual tokens, and as many tokens for their initialisation, or none if it is random.
 
         Raises:

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -109,7 +110,7 @@ def _random_loader(loader: Any, batches: int, who: str) -> DataLoader:
 
 
 @contextmanager
-def silent(module: Any) -> Iterator[None]:
+def silent(module: LightningModule) -> Iterator[None]:
     """Context in which nothing is logged: values of these training steps belong to no epoch."""
     if module.trainer.loggers:
         module.trainer.loggers = [DummyLogger()]

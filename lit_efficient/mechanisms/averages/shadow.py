@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -23,14 +24,14 @@ from lit_efficient.mechanisms.averages.weights import check_unchanged, fingerpri
 from lit_efficient.technique import Technique
 
 
-def outside_autograd(method: Callable[..., Any]) -> Callable[..., Any]:
+def outside_autograd(method: Callable[..., object]) -> Callable[..., Any]:
     """Decorator that disables gradients and inference mode for a method.
 
     Tensors that are created in inference mode could never be updated in place again.
     """
 
     @wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
@@ -82,7 +83,7 @@ class ShadowWeights(CheckpointHooks, Technique):
         raise NotImplementedError
 
     @outside_autograd
-    def swap_in(self, module: Any) -> None:
+    def swap_in(self, module: LightningModule) -> None:
         """Put the average into ``module``. Do nothing if there is no average or if it is in the module already."""
         if self._raw is not None:
             return
@@ -120,7 +121,7 @@ class ShadowWeights(CheckpointHooks, Technique):
             raws[name] = average
 
     @outside_autograd
-    def swap_out(self, module: Any) -> None:
+    def swap_out(self, module: nn.Module) -> None:
         """Put the raw weights back, bit for bit.
 
         If this method or :meth:`swap_in` was interrupted at any point, calling this method again completes the work.
@@ -153,7 +154,7 @@ class ShadowWeights(CheckpointHooks, Technique):
         self._held[name] = raw
 
     @contextmanager
-    def averaged(self, module: Any) -> Iterator[None]:
+    def averaged(self, module: nn.Module) -> Iterator[None]:
         """Context in which the module holds the average, for your own code: ``with ema.averaged(module): ...``."""
         self.swap_in(module)
         try:
@@ -162,7 +163,7 @@ class ShadowWeights(CheckpointHooks, Technique):
             self.swap_out(module)
 
     @contextmanager
-    def raw(self, module: Any) -> Iterator[bool]:
+    def raw(self, module: nn.Module) -> Iterator[bool]:
         """Context in which the module holds its raw weights, for a comparison with the average during validation.
 
         Yields:
@@ -187,21 +188,21 @@ class ShadowWeights(CheckpointHooks, Technique):
         record = checkpoint.setdefault("lit_efficient", {})
         record["weights"] = "raw" if average is None else self.label
 
-    def read_checkpoint(self, checkpoint: Mapping[str, Any], module: Any) -> None:
+    def read_checkpoint(self, checkpoint: Mapping[str, object], module: nn.Module) -> None:
         self.forget()
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop the average if it belongs to another module than ``pl_module``."""
         super().setup(trainer, pl_module, stage)
         if self._module != id(pl_module):
             self.forget()
         self._module = id(pl_module)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swap_in(pl_module)
         self._evaluated = fingerprint(self._averaged(pl_module))
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._raw is not None:
             check_unchanged(type(self).__name__, self._evaluated, self._averaged(pl_module))
         self.swap_out(pl_module)
@@ -227,7 +228,7 @@ class ShadowWeights(CheckpointHooks, Technique):
                 "validation and exports use the raw weights until then"
             )
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.swap_out(pl_module)
         super().teardown(trainer, pl_module, stage)
 

@@ -22,6 +22,8 @@ from lit_efficient.declaration import held
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.torch_shards import is_sharded, local
 
+Numbers = np.ndarray | float
+
 # Elements that are converted to the average's dtype at once: many on a GPU for few launches, fewer on a
 # CPU for pieces that fit its cache.
 _GPU_CHUNK = 2**24
@@ -317,7 +319,7 @@ def synthesis_weights(
     return [float(weight) for weight in best]
 
 
-def _tail_product(time_a: Any, gamma_a: Any, time_b: Any, gamma_b: Any) -> Any:
+def _tail_product(time_a: Numbers, gamma_a: Numbers, time_b: Numbers, gamma_b: Numbers) -> np.ndarray:
     """Return the integral over time of the product of the two profiles' tails.
 
     The tail at a time is the weight that a profile gives to later steps. The expected squared distance between two
@@ -331,7 +333,7 @@ def _tail_product(time_a: Any, gamma_a: Any, time_b: Any, gamma_b: Any) -> Any:
     return first * (1 - at_a / (a + 1) - at_b / (b + 1) + at_a * at_b / (a + b + 1))
 
 
-def _inner_product(time_a: Any, gamma_a: Any, time_b: Any, gamma_b: Any) -> Any:
+def _inner_product(time_a: Numbers, gamma_a: Numbers, time_b: Numbers, gamma_b: Numbers) -> np.ndarray:
     """Return the integral over time of the product of two profiles."""
     # Ratios are at most 1, so their powers are safe. t^(g+1) would underflow for early snapshots of narrow widths.
     first = np.minimum(time_a, time_b)

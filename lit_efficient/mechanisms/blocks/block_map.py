@@ -119,7 +119,10 @@ class BlockMap:
         frozen_later = held(root) | root.__dict__.get(_TRAINED, set())
         self._holders: set[str] = set()  # names of the modules that hold parameters which train
         for name, p in root.named_parameters(remove_duplicate=False):
-            trained = p.requires_grad or name in frozen_later if trains is None else id(p) in trains
+            if trains is None:
+                trained = p.requires_grad or name in frozen_later
+            else:
+                trained = id(p) in trains
             if trained:
                 self._holders.update(parents(name))
 
@@ -229,7 +232,10 @@ class BlockMap:
         plain = (bool, int, float, str, tuple, NoneType)
         own = tuple((key, repr(value)) for key, value in vars(module).items() if isinstance(value, plain))
         names = tuple(name for name, _ in module.named_parameters(recurse=inside))
-        parts = tuple((name, unmixed(part)) for name, part in module.named_modules()) if inside else ()
+        if inside:
+            parts = tuple((name, unmixed(part)) for name, part in module.named_modules())
+        else:
+            parts = ()
         return unmixed(module), own, names, parts
 
     def _likeness(self, module: nn.Module) -> Hashable:
@@ -282,7 +288,10 @@ class _Search:
             found[key] = [(name, child)] if is_block else self._inside(f"{name}.", child)
         parts = [key for key, blocks in found.items() if blocks]
         # Definition order may differ from the order of the forward pass, which decides the depth.
-        calls = self.map.forward(module).calls if len(parts) > 1 and _may_add(module) else ()
+        if len(parts) > 1 and _may_add(module):
+            calls = self.map.forward(module).calls
+        else:
+            calls = ()
         first = {key: next((i for i, call in enumerate(calls) if is_inside(call, (key,))), -1) for key in parts}
         return [block for key in sorted(parts, key=first.__getitem__) for block in found[key]]
 

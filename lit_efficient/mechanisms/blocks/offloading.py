@@ -43,7 +43,7 @@ class Offload:
         self.min_bytes = min_bytes
         self.reset()
         self._copies: dict[torch.device, SideCopies] = {}
-        self._saved: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Saved]]] = {}
+        self._saved: dict[int, tuple[weakref.ref[object], int, weakref.ref[_Saved]]] = {}
         self._last: weakref.ref[_Call] | None = None  # last call of the forward pass
         self._active: weakref.ref[_Call] | None = None  # call that the backward pass differentiates
 
@@ -120,7 +120,9 @@ class _Call:
 
     def earlier(self) -> "_Call | None":
         """Return the call before this one, unless all its saved tensors are gone."""
-        return self.before() if self.before is not None else None
+        if self.before is not None:
+            return self.before()
+        return None
 
     def fetch(self) -> None:
         for saved in self._alive():

@@ -5,7 +5,7 @@ The functions change no module. :mod:`lit_efficient.callbacks.activation_checkpo
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ OPERATORS: dict[str, list[Any]] = {
 
 def recompute(
     block: nn.Module,
-    forward: Callable[..., Any],
-    *args: Any,
+    forward: Callable[..., object],
+    *args: object,
     save: Sequence[str] = (),
     counter: SavedTensors | None = None,
     **kwargs: Any,
@@ -44,15 +44,19 @@ def recompute(
         **kwargs: Keyword arguments of the forward.
     """
     operators = [operator for kind in save for operator in OPERATORS[kind]]
-    selective = functools.partial(create_selective_checkpoint_contexts, operators) if operators else None
+    selective = None
+    if operators:
+        selective = functools.partial(create_selective_checkpoint_contexts, operators)
     if torch.compiler.is_compiling():  # the compiler preserves random states and side effects by itself
-        options: dict[str, Any] = {} if selective is None else {"context_fn": selective}
+        options: dict[str, Any] = {}
+        if selective is not None:
+            options["context_fn"] = selective
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    def contexts() -> tuple[Any, Any]:
+    def contexts() -> tuple["_Nested", "_Nested"]:
         """Return the contexts of the first forward and of the recomputation."""
-        first: Any = nullcontext()
-        second: Any = nullcontext()
+        first = nullcontext()
+        second = nullcontext()
         if selective is not None:
             first, second = selective()
         buffers = [(buffer, buffer.clone()) for buffer in _moving_buffers(block)]
@@ -65,7 +69,7 @@ def recompute(
 class _Nested:
     """Nested contexts that can be entered several times, once for each backward pass."""
 
-    def __init__(self, *contexts: Callable[[], Any]) -> None:
+    def __init__(self, *contexts: Callable[[], AbstractContextManager[object]]) -> None:
         self._contexts = contexts
 
     def __enter__(self) -> None:

@@ -45,8 +45,8 @@ class Streams:
         return tuple(streams), rest, named
 
     def put(
-        self, streams: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+        self, streams: tuple[Tensor, ...], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[list[object], dict[str, object]]:
         """Return the arguments of a call with the streams in their places."""
         rest = list(args)
         named = dict(kwargs)
@@ -87,7 +87,7 @@ def known_streams(block_map: BlockMap, block: nn.Module) -> Streams | None:
     The result is ``None`` if only a call can show the streams. This includes blocks with a stride, whose sum
     may be smaller than the argument.
     """
-    strides: list[Any] = [getattr(part, "stride", 1) for part in block.modules()]
+    strides: list[object] = [getattr(part, "stride", 1) for part in block.modules()]
     if any(max(stride) > 1 if isinstance(stride, tuple) else stride != 1 for stride in strides):
         return None
     forward = block_map.forward(block)
@@ -96,7 +96,9 @@ def known_streams(block_map: BlockMap, block: nn.Module) -> Streams | None:
     return Streams(((0, next(iter(inspect.signature(block.forward).parameters))),), bare=True)
 
 
-def find_streams(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Streams:
+def find_streams(
+    forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], output: object
+) -> Streams:
     """Return the streams of a block, from a call of its ``forward`` and its ``output``.
 
     If the output is one tensor, it continues the first tensor of the arguments. If it has several tensors, each
@@ -138,7 +140,7 @@ def find_streams(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return Streams(tuple(sources), bare=isinstance(output, Tensor))
 
 
-def _returned_names(forward: Callable[..., Any], count: int) -> list[str]:
+def _returned_names(forward: Callable[..., object], count: int) -> list[str]:
     """Return the names in the last ``return a, b`` of a function, or empty names if its source does not show them."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
@@ -194,7 +196,7 @@ def without_cache(arguments: Any) -> Any:
     return tuple(_no_cache(value) for value in arguments)
 
 
-def _no_cache(value: Any) -> Any:
+def _no_cache(value: Any) -> object:
     if not callable(getattr(value, "get_seq_length", None)):
         return value
     if value.get_seq_length():
@@ -226,7 +228,13 @@ class _Adding(TorchFunctionMode):
         self.x = x
         self.misfits = False
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         try:
             return function(*args, **(kwargs or {}))
         except RuntimeError:

@@ -25,7 +25,7 @@ class Turns(nn.Module):
 
     _fused_turns: dict[str, str]  # names of functions -> "both" or "one"
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         kind: Any = unmixed(self)
         own = kind.forward
         if torch.compiler.is_compiling():  # the compiler fuses the rotation by itself
@@ -105,7 +105,7 @@ class _Turn(torch.autograd.Function):
         return turned[:2]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> object:
         from liger_kernel.ops.rope import rope_backward
 
         return None, None, *rope_backward(*map(_copied, gradients), *ctx.saved_tensors)[:2]
@@ -116,10 +116,10 @@ def _copied(x: Tensor) -> Tensor:
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _both(function: Callable[..., Any]) -> Callable[..., Any]:
+def _both(function: Callable[..., object]) -> Callable[..., object]:
     """Return a function of queries, keys, cosines and sines that uses Liger's kernel for the shapes it supports."""
 
-    def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: object, **kwargs: object) -> object:
         usual = not args and not kwargs and query.ndim == key.ndim == 4 and cos.ndim == sin.ndim == 3
         if usual and cos.shape[-1] == query.shape[-1] == key.shape[-1] and cos.dtype == query.dtype == key.dtype:
             return _Turn.apply(cos, sin, query, key)
@@ -128,10 +128,10 @@ def _both(function: Callable[..., Any]) -> Callable[..., Any]:
     return turn
 
 
-def _one(function: Callable[..., Any]) -> Callable[..., Any]:
+def _one(function: Callable[..., object]) -> Callable[..., object]:
     """Return a function of queries or keys and a table ``[B, 2, (1,) T, width / 2]`` that uses Liger's kernel."""
 
-    def turn(x: Tensor, table: Tensor) -> Any:
+    def turn(x: Tensor, table: Tensor) -> object:
         cos, sin = (half.flatten(0, -3) for half in torch.cat((table, table), dim=-1).to(x.dtype).unbind(1))
         return _Turn.apply(cos, sin, x, x[:, :1].detach())[0]
 

@@ -49,13 +49,13 @@ class SideCopies:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def done(self) -> Any:
+    def done(self) -> torch.cuda.Event | None:
         """Return an event for :meth:`wait` that is complete when all copies queued until now are done."""
         if self.stream is None:
             return None
         return self.stream.record_event()
 
-    def wait(self, done: Any) -> None:
+    def wait(self, done: torch.cuda.Event | None) -> None:
         """Let the device's computation wait for an event of :meth:`done`. The CPU does not wait."""
         if self.stream is not None and done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.contents import attributes, contents
@@ -96,7 +97,7 @@ class Swap:
         self._blocks: dict[int, _Block] = {}
         self._copies: dict[torch.device, SideCopies] = {}
         # Number of the last block in the backward pass, and the event after which earlier gradients have left.
-        self._last: tuple[int, Any] = (-1, None)
+        self._last: tuple[int, torch.cuda.Event | None] = (-1, None)
 
     def __reduce__(self) -> Any:
         return Swap, (self.trained,)  # a copied network gets a Swap without blocks, which it adds itself
@@ -132,7 +133,7 @@ class Swap:
             ahead.bring(copies)
         copies.wait(block.done)
 
-    def watch(self, number: int, device: torch.device, given: Any, output: Any) -> None:
+    def watch(self, number: int, device: torch.device, given: object, output: object) -> None:
         """Register hooks that bring the block back when the backward pass reaches its output.
 
         Args:
@@ -224,7 +225,7 @@ class _Block:
         self.versions: list[int] = []  # version counter of each tensor when it came to the device
         self.trains: list[bool] = []  # whether each tensor required a gradient
         self.gradients: dict[Tensor, Tensor] = {}  # gradients in CPU memory of tensors on the device
-        self.hooks: list[Any] = []
+        self.hooks: list[RemovableHandle] = []
         self.host: Tensor | None = None
         # A storage on the device and not a tensor, because a tensor could be read while the storage is empty.
         self.memory: torch.UntypedStorage | None = None
@@ -234,7 +235,9 @@ class _Block:
 
     def memory_id(self) -> int | None:
         """Return the id of the storage on the device, or None if there is none."""
-        return None if self.memory is None else storage_id(self.memory)
+        if self.memory is None:
+            return None
+        return storage_id(self.memory)
 
     def bring(self, copies: SideCopies) -> None:
         """Start to copy the weights to the device, unless they are there or being copied."""
@@ -337,7 +340,7 @@ class _Block:
             hook.remove()
         self.trains = [tensor.requires_grad for tensor in self.tensors]
         self.hooks = [t.register_post_accumulate_grad_hook(self._send) for t in self.tensors if t.requires_grad]
-        starts: dict[Any, int] = {}  # offset of each tensor; tensors that are views of each other share one
+        starts: dict[object, int] = {}  # offset of each tensor; tensors that are views of each other share one
         size = 0
         self.places = []
         for tensor in self.tensors:

@@ -115,12 +115,12 @@ class TokenAxes:
         """Return tokens and other streams in their order."""
         return (*others[: self.place], tokens, *others[self.place :])
 
-    def cut(self, arguments: Any, tokens: int, kept: Tensor) -> Any:
+    def cut(self, arguments: object, tokens: int, kept: Tensor) -> Any:
         """Select the tokens ``kept`` [B, n] in ``arguments``: arguments and keyword arguments without streams."""
         return _cut(arguments, self.followers, tokens, kept)
 
 
-def _cut(arguments: Any, followers: Sequence[Follower], tokens: int, kept: Tensor) -> Any:
+def _cut(arguments: object, followers: Sequence[Follower], tokens: int, kept: Tensor) -> Any:
     by_leaf = {follower.leaf: follower for follower in followers}
     count = itertools.count()
 
@@ -211,7 +211,7 @@ def _followers(leaf: int, value: object, x: Tensor, beside: int) -> list[Followe
 class _Probe:
     """Block that runs with random weights. Its own weights do not change."""
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, block: nn.Module, forward: Callable[..., object]) -> None:
         self.forward = forward
         self.caller = _Caller(block, forward)
         tensors = dict(self.caller.named_parameters())
@@ -221,17 +221,17 @@ class _Probe:
             self.weights = {name: _random(p) for name, p in tensors.items() if p.is_floating_point()}
             self.weights |= {name: b.float() for name, b in self.caller.named_buffers() if b.is_floating_point()}
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
+    def __call__(self, args: Sequence[object], kwargs: dict[str, object]) -> object:
         if not self.real:
             return self.forward(*args, **kwargs)
         device = next((leaf.device.type for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), "cpu")
         with torch.autocast(device, enabled=False):
             return functional_call(self.caller, self.weights, tuple(args), kwargs)
 
-    def random(self, arguments: Any) -> Any:
+    def random(self, arguments: object) -> Any:
         """Return arguments with random values, because real ones may be equal for all tokens."""
 
-        def draw(leaf: Any) -> Any:
+        def draw(leaf: Any) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
             if leaf.dtype == torch.bool:
@@ -273,12 +273,12 @@ class _Probe:
 class _Caller(nn.Module):
     """Module that calls a function which uses the weights of a block."""
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, block: nn.Module, forward: Callable[..., object]) -> None:
         super().__init__()
         self.block = block
         self.run = forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self.run(*args, **kwargs)
 
 

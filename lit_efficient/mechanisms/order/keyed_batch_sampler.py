@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lit_efficient.distributed.ranks import place_among_ranks
@@ -50,7 +51,7 @@ def variant_of(seed: int, epoch: int, index: int, variants: int) -> int:
 
 
 def fill_batches(
-    order: Iterable[int], buckets: Sequence[Hashable] | npt.NDArray[Any], size: int, drop_last: bool
+    order: Iterable[int], buckets: Sequence[Hashable] | np.ndarray, size: int, drop_last: bool
 ) -> Iterator[list[int]]:
     """Group positions into batches of one bucket each. Batches come when they are full, incomplete ones at the end.
 
@@ -90,7 +91,7 @@ class BucketPlaces:
     def __init__(self, buckets: Iterable[Hashable], count: int) -> None:
         number_of: dict[Hashable, int] = {}
         numbers = (number_of.setdefault(bucket, len(number_of)) for bucket in buckets)
-        self.of: npt.NDArray[Any] = np.empty(count, np.uint8)
+        self.of: np.ndarray = np.empty(count, np.uint8)
         counts = np.zeros(0, np.int64)
         for first in range(0, count, _COUNTED_AT_ONCE):
             part = np.fromiter(numbers, np.int64, min(_COUNTED_AT_ONCE, count - first))
@@ -234,7 +235,9 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         return self.batch_size * self.num_replicas
 
     def _bucket_counts(self) -> Mapping[Hashable, int]:
-        return {None: len(self.index)} if self._buckets is None else self._buckets.counts
+        if self._buckets is None:
+            return {None: len(self.index)}
+        return self._buckets.counts
 
     def __iter__(self) -> Iterator[list[Key]]:
         epoch = self.epoch  # read now: a set_epoch during the pass is meant for later passes
@@ -270,8 +273,10 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
     def _drawn_order(self, key: tuple[int, int, int]) -> Sequence[int]:
         return epoch_order(self.index, self.shuffle, *key)  # type: ignore[return-value]
 
-    def _bucket_numbers(self) -> Sequence[Hashable] | npt.NDArray[Any]:
-        return [0] * len(self.index) if self._buckets is None else self._buckets.of
+    def _bucket_numbers(self) -> Sequence[Hashable] | np.ndarray:
+        if self._buckets is None:
+            return [0] * len(self.index)
+        return self._buckets.of
 
     def _computed_batches(self, key: tuple[int, int, int], first: int) -> Iterator[Sequence[int]]:
         """Yield batches as :meth:`_batches` does, each computed from its number, without a list of all positions."""
@@ -339,7 +344,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         return [key for key in keys if bucket_of[key[0]] == bucket_of[first_index]]
 
 
-def data_parallel_part(trainer: Any) -> dict[str, Any]:
+def data_parallel_part(trainer: object) -> dict[str, Any]:
     """Return the arguments ``num_replicas`` and ``rank`` of a :class:`KeyedBatchSampler` from the trainer's strategy.
 
     With tensor parallelism several processes share one part of the data, which the process group does not know. The
@@ -348,7 +353,7 @@ def data_parallel_part(trainer: Any) -> dict[str, Any]:
     return dict(getattr(trainer, "distributed_sampler_kwargs", None) or {})
 
 
-def pins(trainer: Any, wanted: bool) -> bool:
+def pins(trainer: Trainer, wanted: bool) -> bool:
     """Return whether a loader pins its batches: if that is wanted and the trainer's device is a CUDA device."""
     return wanted and trainer is not None and trainer.strategy.root_device.type == "cuda"
 
@@ -358,7 +363,7 @@ def loading(module: Any) -> dict[str, Any]:
     return {"num_workers": module.num_workers, "pin_memory": pins(module.trainer, module.pin_memory)}
 
 
-def no_loaders(module: Any) -> list[Any]:
+def no_loaders(module: LightningDataModule) -> list[Any]:
     """Return the loaders of a part that holds nothing: none, with which a fit runs without validation.
 
     Raises:
@@ -399,7 +404,7 @@ def keyed_loader(
     collate: Callable[[list[Any]], Any],
     num_workers: int = 0,
     **arguments: Any,
-) -> DataLoader[Any]:
+) -> DataLoader[object]:
     """Return a ``DataLoader`` of the sampler's batches.
 
     Args:

@@ -13,7 +13,7 @@ from lit_efficient.mechanisms.moving import take_rows, tensors_in
 _EXHAUSTED = object()
 
 
-def pieces_of(batch: Any, count: int) -> list[Any]:
+def pieces_of(batch: object, count: int) -> list[object]:
     """Split a batch into consecutive pieces of equal size, except for the last ones.
 
     Args:
@@ -80,7 +80,7 @@ class PiecewiseLoader:
         self.given = 0  # pieces yielded in all epochs
         self._before = 0  # pieces yielded before this epoch
         self._piece = 0  # pieces of the present batch that have been yielded; 0 between batches
-        self._state: dict[str, Any] = {}  # state of the inner loader before the present batch
+        self._state: dict[str, object] = {}  # state of the inner loader before the present batch
 
     def __getattr__(self, name: str) -> Any:
         # "loader" is missing while a copy or a pickle is being made; looking it up again would recurse.
@@ -131,7 +131,7 @@ class PiecewiseLoader:
             self._piece = counts["piece"]
             self.loader.load_state_dict(inner)
 
-    def _inner_state(self) -> dict[str, Any]:
+    def _inner_state(self) -> dict[str, object]:
         if callable(getattr(self.loader, "state_dict", None)):
             return dict(self.loader.state_dict())
         return {}

@@ -11,7 +11,7 @@ travels to the worker together with its indices.
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import (
@@ -150,9 +150,11 @@ class ResumableLoader(PlannedLoader):
             return 0
         if self.batch_sampler is None:
             return 1
-        return self.batch_sampler.batch_size if type(self.batch_sampler) is BatchSampler else 0
+        if type(self.batch_sampler) is BatchSampler:
+            return self.batch_sampler.batch_size
+        return 0
 
-    def plan(self, indices: Any) -> Any:
+    def plan(self, indices: Any) -> "_Plan":
         """Attach its seed to each batch of indices, and skip the batches that an earlier process has yielded."""
         # A weak reference: persistent workers would otherwise be part of a reference cycle, and their queues would be
         # destroyed before the workers are asked to stop.
@@ -162,7 +164,7 @@ class ResumableLoader(PlannedLoader):
 class _Plan:
     """Iterable over the batches of indices that are still to be fetched, each with its seed."""
 
-    def __init__(self, loader: ResumableLoader, indices: Any) -> None:
+    def __init__(self, loader: ResumableLoader, indices: Sequence[object]) -> None:
         self.loader = loader
         self.indices = indices
 
@@ -190,7 +192,7 @@ class _Seeded:
     Workers may outlive an epoch and may start in the middle of one, so a seed given at their start would not suffice.
     """
 
-    def __init__(self, seed: int, indices: Any) -> None:
+    def __init__(self, seed: int, indices: object) -> None:
         self.seed = seed
         self.indices = indices
 
@@ -198,7 +200,7 @@ class _Seeded:
         return _arrive, (self.seed, self.indices)
 
 
-def _arrive(seed: int, indices: Any) -> Any:
+def _arrive(seed: int, indices: object) -> object:
     seed_all(seed)
     return indices
 
@@ -238,7 +240,7 @@ def examine(loader: object) -> tuple[bool, str]:
 
 
 def make_resumable(
-    loader: DataLoader[Any], seed: int, rank: int | None = None, epoch: Callable[[], int] | None = None
+    loader: DataLoader[object], seed: int, rank: int | None = None, epoch: Callable[[], int] | None = None
 ) -> ResumableLoader:
     """Return a resumable copy of a loader, with the same arguments and attributes.
 
@@ -261,7 +263,7 @@ def make_resumable(
 
 
 @functools.cache
-def _resumable_class(kind: type[DataLoader[Any]]) -> type[ResumableLoader]:
+def _resumable_class(kind: type[DataLoader[object]]) -> type[ResumableLoader]:
     if issubclass(kind, ResumableLoader):
         return kind
     if kind is DataLoader:
@@ -311,7 +313,7 @@ def _is_known(sampler: object) -> bool:
     return type(sampler).__name__ == "DistributedSamplerWrapper" and type(sampler_inside(sampler)) in _REPLACEABLE
 
 
-def _sampler_of(loader: DataLoader[Any]) -> Any:
+def _sampler_of(loader: DataLoader[object]) -> object:
     if loader.batch_sampler is None:
         return loader.sampler
     return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)

@@ -103,7 +103,7 @@ class BatchSearch:
         self.tried: list[Trial] = []
         self._size = 0  # of the present trial
         self.effective: int | None = None
-        self._longest: dict[str, list[Any]] = {}
+        self._longest: dict[str, list[object]] = {}
 
     def run(self, mode: str, keep_effective_batch: bool, min_size: int, max_size: int | None) -> FoundBatch:
         """Find the largest size that fits.
@@ -124,11 +124,16 @@ class BatchSearch:
                 f"{self.place.owner}: the batch size is {self.requested}, but a process has only {self.most} samples "
                 f"per epoch: the search begins at {self.most}"
             )
-        self.effective = requested * self.accumulation if keep_effective_batch else None
+        if keep_effective_batch:
+            self.effective = requested * self.accumulation
+        else:
+            self.effective = None
         most = min(self.most, max_size or self.most)
         sizes = [size for size in candidate_sizes(mode, most, self.effective) if size >= min_size]
         if not sizes:
-            kept = f" that divides the effective batch of {self.effective}" if self.effective else ""
+            kept = ""
+            if self.effective:
+                kept = f" that divides the effective batch of {self.effective}"
             raise ConfigurationError(f"{self.place.owner}: there is no size from {min_size} (min_size) to {most}{kept}")
         try:
             found = largest_fitting(sizes, self._fits)
@@ -151,7 +156,9 @@ class BatchSearch:
         return FoundBatch(size, self._accumulation(found), peak, self.budget, trials, batches)
 
     def _accumulation(self, size: int) -> int:
-        return self.accumulation if self.effective is None else self.effective // size
+        if self.effective is None:
+            return self.accumulation
+        return self.effective // size
 
     def _fits(self, size: int) -> bool:
         trial = self._try(size, self.budget)
@@ -224,7 +231,9 @@ class BatchSearch:
         return make
 
     def _probe(self, loader: DataLoader[Any], name: str) -> ProbeBatches:
-        validation = ", validation (include_validation=False leaves it out)" if name.startswith("validation") else ""
+        validation = ""
+        if name.startswith("validation"):
+            validation = ", validation (include_validation=False leaves it out)"
         check_loader(loader, self.place.owner + validation)
         if name not in self._longest:
             self._longest[name] = ProbeBatches.find(loader, self.scan, self._hook())

@@ -155,7 +155,10 @@ class BatchSizeTarget:
         """Change the batch size in all its holders. Loaders that exist already do not change."""
         if self._passed is not None:
             unchanged = size == batch_size_of(loaders_in(self._passed)[0])
-            self._source.instance = self._passed if unchanged else resize(self._passed, size)
+            if unchanged:
+                self._source.instance = self._passed
+            else:
+                self._source.instance = resize(self._passed, size)
         set_at(self._places, size)
 
     def loaders(self) -> Any:
@@ -193,7 +196,7 @@ def places_of(holder: Any, path: str) -> list[tuple[Any, str]]:
             holder = getattr(holder, parent, None)
         if holder is None:
             return []
-    places: list[tuple[Any, str]] = []
+    places: list[tuple[object, str]] = []
     if isinstance(holder, dict):
         return [(holder, name)] if name in holder else []
     if hasattr(holder, name):
@@ -204,13 +207,15 @@ def places_of(holder: Any, path: str) -> list[tuple[Any, str]]:
     return places
 
 
-def value_at(place: tuple[Any, str]) -> Any:
+def value_at(place: tuple[object, str]) -> Any:
     """Return the value that is stored in a place of :func:`places_of`."""
     holder, name = place
-    return holder[name] if isinstance(holder, dict) else getattr(holder, name)
+    if isinstance(holder, dict):
+        return holder[name]
+    return getattr(holder, name)
 
 
-def set_at(places: list[tuple[Any, str]], value: Any) -> None:
+def set_at(places: list[tuple[object, str]], value: object) -> None:
     """Store a value in all places."""
     for holder, name in places:
         if isinstance(holder, dict):

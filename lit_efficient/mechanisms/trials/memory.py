@@ -15,7 +15,7 @@ import contextlib
 import gc
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class AllocationMeter(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.limit: int | None = None
-        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._storages: dict[int, tuple[weakref.ref[object], int]] = {}
         for tensor in resident:
             self.add(tensor)
         self.limit = limit
@@ -86,7 +86,7 @@ class AllocationMeter(TorchDispatchMode):
                 self.add(item)
 
     @staticmethod
-    def paused() -> contextlib.AbstractContextManager[Any]:
+    def paused() -> contextlib.AbstractContextManager[object]:
         """Return a context in which nothing is counted."""
         return no_dispatch_modes()
 
@@ -102,7 +102,13 @@ class AllocationMeter(TorchDispatchMode):
                 f"{self.limit} bytes ({format_bytes(self.limit)})"
             )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.add(result)
@@ -136,7 +142,7 @@ class SavedTensors(saved_tensors_hooks):
         for tensor in without:
             storage = tensor.untyped_storage()
             self._storages[storage_id(storage)] = storage
-        self._inner: tuple[Any, Any] | None = None
+        self._inner: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
 
     def _pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
@@ -149,7 +155,7 @@ class SavedTensors(saved_tensors_hooks):
         pack, _ = self._inner
         return pack(tensor)
 
-    def _unpack(self, packed: Any) -> Any:
+    def _unpack(self, packed: object) -> Any:
         if self._inner is None:
             return packed
         _, unpack = self._inner
@@ -189,10 +195,12 @@ def accelerator_limit(device: torch.device, limit: int | None) -> Iterator[None]
 
     A backend without such a limit only gets its peak reset.
     """
-    backend: Any = getattr(torch, device.type)
+    backend = getattr(torch, device.type)
     total = torch.accelerator.get_memory_info(device)[1]
     enforce = limit is not None and hasattr(backend, "set_per_process_memory_fraction")
-    before = backend.get_per_process_memory_fraction(device) if enforce else 1.0
+    before = 1.0
+    if enforce:
+        before = backend.get_per_process_memory_fraction(device)
     torch.accelerator.reset_peak_memory_stats(device)
     if limit is not None and enforce:
         backend.set_per_process_memory_fraction(min(before, limit / total), device)

@@ -47,7 +47,7 @@ def _leaf_bytes(leaf: object) -> int:
     return 8
 
 
-def longest_samples(dataset: Any, count: int, indices: Sequence[Any] | None = None) -> list[Any]:
+def longest_samples(dataset: Any, count: int, indices: Sequence[object] | None = None) -> list[Any]:
     """Return the indices of ``count`` samples that are spread evenly over a dataset, the largest sample first.
 
     Args:
@@ -63,7 +63,7 @@ def longest_samples(dataset: Any, count: int, indices: Sequence[Any] | None = No
     return sorted(sizes, key=lambda index: -sizes[index])
 
 
-def loaders_in(loaders: Any) -> list[Any]:
+def loaders_in(loaders: object) -> list[Any]:
     """Return the loaders in a collection of loaders, in order."""
     return list(tree_leaves(getattr(loaders, "iterables", loaders)))
 
@@ -120,7 +120,9 @@ class ProbeBatches:
             scan: Number of samples to scan.
             longest: Function to use instead of :func:`longest_samples`.
         """
-        keyed = loader.sampler if isinstance(loader.sampler, KeyedBatchSampler) else None
+        keyed = None
+        if isinstance(loader.sampler, KeyedBatchSampler):
+            keyed = loader.sampler
         dataset: Any = loader.dataset
         if isinstance(dataset, KeyedBatches):
             dataset = dataset.dataset
@@ -142,7 +144,7 @@ class ProbeBatches:
         return self._fetcher.fetch(self._indices)
 
 
-def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+def with_batch_size(loader: DataLoader[object], size: int) -> DataLoader[object]:
     """Return a copy of a loader with another batch size. All other parts are the same objects."""
     other = copied(loader)
     # DataLoader forbids setting its samplers after __init__, where it checks them. The new ones are of the same kind,
@@ -170,7 +172,7 @@ def resize(loaders: Any, size: int) -> Any:
     return tree_map_only(DataLoader, lambda loader: with_batch_size(loader, size), loaders)
 
 
-def live_generators(loaders: Any) -> list[torch.Generator]:
+def live_generators(loaders: object) -> list[torch.Generator]:
     """Return the random generators that loaders and their samplers hold."""
     generators = []
     for loader in loaders_in(loaders):

@@ -14,8 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_optimizers import INNER_SCHEDULERS, LAST_RATES
@@ -71,7 +72,10 @@ def suggest_lr(trials: Mapping[float, Losses]) -> float:
     untrained = trials[0.0]
     known = [loss for loss in untrained if loss is not None]
     if len(known) < 4 or _diverged(untrained):
-        reason = "training_step returned no loss in the other steps" if len(known) < 4 else "the network is broken"
+        if len(known) < 4:
+            reason = "training_step returned no loss in the other steps"
+        else:
+            reason = "the network is broken"
         raise ConfigurationError(
             f"LRFinder: the losses of the initial weights are {_few(known)}, from which no rate can be suggested: "
             f"{reason}"
@@ -186,7 +190,7 @@ def scale_rates(optimizer: Optimizer, factor: float) -> None:
                 set_rate(group, float(group[key]) * factor, key)
 
 
-def places_of_rate(module: Any, rate: float) -> list[tuple[Any, str]]:
+def places_of_rate(module: nn.Module, rate: float) -> list[tuple[object, str]]:
     """Return the places in a module's hyper-parameters, and its attributes of the same names, that hold a rate.
 
     Returns:
@@ -197,7 +201,7 @@ def places_of_rate(module: Any, rate: float) -> list[tuple[Any, str]]:
     def holds(value: object) -> bool:
         return isinstance(value, float | int) and not isinstance(value, bool) and math.isclose(value, rate)
 
-    places: list[tuple[Any, str]] = []
+    places: list[tuple[object, str]] = []
     stack = [getattr(module, "hparams", None)]
     while stack:
         holder = stack.pop()
@@ -220,7 +224,7 @@ def set_rate(group: dict[str, Any], rate: Any, key: str = "lr") -> None:
 _RATES = ("base_lrs", "max_lrs", "min_lrs", LAST_RATES, "eta_min", "min_lr", "default_min_lr")
 
 
-def scale_schedule(scheduler: Any, factor: float) -> None:
+def scale_schedule(scheduler: LRScheduler, factor: float) -> None:
     """Scale all rates of a scheduler and of the schedulers inside it, in place.
 
     A scheduler that is not torch's must use the same attribute names. Schedulers that multiply ``base_lrs`` by a factor

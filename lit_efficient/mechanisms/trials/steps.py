@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any, TextIO
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -80,10 +81,10 @@ class Trials:
                 set_default_root_dir(trainer, folder)
                 trainer.save_checkpoint = does_nothing
                 trainer.accumulate_grad_batches = accumulate
-                for callback in trainer.callbacks if alone else ():
-                    if isinstance(callback, Technique):
-                        callback.worst_case = True
                 if alone:
+                    for callback in trainer.callbacks:
+                        if isinstance(callback, Technique):
+                            callback.worst_case = True
                     self._step_alone()
                 forget_restart(trainer)
                 loop.max_batches = float("inf")
@@ -95,7 +96,7 @@ class Trials:
                 reshard(trainer.lightning_module)
                 self.record.restore()
 
-    def train(self, batch: Callable[[], Any]) -> None:
+    def train(self, batch: Callable[[], object]) -> None:
         """Run one batch through the training loop, with the optimizer step if the batch completes its accumulation.
 
         Args:
@@ -106,7 +107,7 @@ class Trials:
         """
         self._attempt(lambda: self.trainer.fit_loop.epoch_loop.advance(_Feed(batch)))
 
-    def validate(self, batches: Sequence[Callable[[], Any]]) -> None:
+    def validate(self, batches: Sequence[Callable[[], object]]) -> None:
         """Run one batch of each validation loader through the validation loop.
 
         Args:
@@ -132,7 +133,7 @@ class Trials:
             strategy.model = self.trainer.lightning_module
             strategy.configure_ddp()
 
-    def _validate(self, batches: Sequence[Callable[[], Any]]) -> None:
+    def _validate(self, batches: Sequence[Callable[[], object]]) -> None:
         trainer = self.trainer
         trainer.validating = True
         call_module(trainer, "on_validation_model_zero_grad")
@@ -203,7 +204,7 @@ class _Feed:
     def __init__(self, batch: Callable[[], Any]) -> None:
         self._make = batch
 
-    def __next__(self) -> tuple[Any, int, int]:
+    def __next__(self) -> tuple[object, int, int]:
         return self._make(), 0, 0
 
 
@@ -220,7 +221,7 @@ class _One:
         yield self._make()
 
 
-def _itself(value: Any, *_: Any, **__: Any) -> Any:
+def _itself(value: object, *_: object, **__: object) -> object:
     return value
 
 
@@ -233,7 +234,7 @@ class _Waiting:
 
 
 def schedule(
-    trainer: Any, before_run: Callable[[dict[str, Any]], None], before_epoch: Callable[[], None], order: int
+    trainer: Trainer, before_run: Callable[[dict[str, Any]], None], before_epoch: Callable[[], None], order: int
 ) -> None:
     """Schedule functions for two points of the coming fit for which Lightning has no hook. Call it in ``on_fit_start``.
 
@@ -253,7 +254,7 @@ def schedule(
     waiting.before_epoch.append((order, before_epoch))
 
 
-def unschedule(trainer: Any) -> None:
+def unschedule(trainer: Trainer) -> None:
     """Cancel the scheduled functions that have not been called."""
     loop = trainer.fit_loop
     loop.__dict__.pop("_lit_efficient_waiting", None)

@@ -13,7 +13,6 @@ Source: Johnson et al. (2016), https://arxiv.org/abs/1603.08155; Zhang et al. (2
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +95,7 @@ def perceptual_distance(network: Teacher, images: Tensor, target: Tensor) -> Ten
     return feature_distance(network.of_images(images, gradients=True), network.of_images(target))
 
 
-def find_network(spec: Perceptual, channels: int, data: Any, who: str) -> Teacher:
+def find_network(spec: Perceptual, channels: int, data: object, who: str) -> Teacher:
     """Return the frozen network of a perceptual term. Random filters need the channels of the images."""
     network = spec.network
     if network == RANDOM:

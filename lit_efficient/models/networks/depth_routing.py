@@ -183,7 +183,7 @@ class DepthRouted(StaysFloat32):
     # The arguments of part of the tokens ---------------------------------------------------------------------------
 
     def _cut(self, named: Arguments, length: int, positions: Tensor, kept: Tensor | None = None) -> Arguments:
-        def part_of(place: Place, value: Tensor) -> Any:
+        def part_of(place: Place, value: Tensor) -> object:
             dims: tuple[int, ...] = ()
             if length in value.shape:
                 dims = self.depth_dims.get((place, value.ndim), ())
@@ -299,7 +299,7 @@ def _first_chosen(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return positions, chosen.gather(1, positions)
 
 
-def _refusal(block: Any, why: str) -> ConfigurationError:
+def _refusal(block: DepthRouted, why: str) -> ConfigurationError:
     return ConfigurationError(f"MixtureOfDepths: block {block.depth_name!r} cannot run on part of the tokens: {why}")
 
 
@@ -332,7 +332,7 @@ def _take(value: Tensor, dim: int, positions: Tensor) -> Tensor:
     return value.gather(dim, index.expand(*value.shape[:dim], -1, *value.shape[dim + 1 :]))
 
 
-def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
+def _leaves(value: object, place: Place) -> Iterator[tuple[Place, Tensor]]:
     if isinstance(value, Tensor):
         yield place, value
     elif isinstance(value, list | tuple):
@@ -340,7 +340,7 @@ def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
             yield from _leaves(item, (*place, i))
 
 
-def _map(function: Callable[[Place, Tensor], Any], value: Any, place: Place) -> Any:
+def _map(function: Callable[[Place, Tensor], object], value: object, place: Place) -> object:
     if isinstance(value, Tensor):
         return function(place, value)
     if isinstance(value, list | tuple):
@@ -359,7 +359,7 @@ def _is_cache(value: object) -> bool:
     return isinstance(value, KVCache) or callable(getattr(value, "get_seq_length", None))
 
 
-def _without(value: Any, key: str) -> Any:
+def _without(value: object, key: str) -> object:
     if _is_cache(value):
         return None
     if key == "use_cache":
@@ -374,13 +374,13 @@ def _layer(block: Any) -> int:
     return int(found[0])
 
 
-def _length(cache: Cache, block: Any) -> int:
+def _length(cache: Cache, block: DepthRouted) -> int:
     if isinstance(cache, KVCache):
         return cache.length
     return int(cache.get_seq_length(_layer(block)))
 
 
-def _kept_in(cache: Cache, block: Any) -> Tensor | None:
+def _kept_in(cache: Cache, block: DepthRouted) -> Tensor | None:
     if isinstance(cache, KVCache):
         return cache.kept
     kept, keys = getattr(cache, "kept_tokens", {}).get(_layer(block), (None, None))
@@ -389,7 +389,7 @@ def _kept_in(cache: Cache, block: Any) -> Tensor | None:
     return kept
 
 
-def _keep_in(cache: Cache, block: Any, kept: Tensor) -> None:
+def _keep_in(cache: Cache, block: DepthRouted, kept: Tensor) -> None:
     if isinstance(cache, KVCache):
         cache.kept = kept
         return
@@ -398,7 +398,7 @@ def _keep_in(cache: Cache, block: Any, kept: Tensor) -> None:
     cache.kept_tokens[_layer(block)] = (kept, cache.layers[_layer(block)].keys)
 
 
-def _append_nothing(cache: Cache, block: Any, length: int) -> None:
+def _append_nothing(cache: Cache, block: DepthRouted, length: int) -> None:
     """Append keys that no query sees, so that the cache stays aligned with those of the other blocks."""
     if isinstance(cache, KVCache):
         cache.append(*cache.zeros(length))

@@ -247,7 +247,10 @@ class DiT(nn.Module):
         if context_mask is not None and (
             context is None or context_mask.dtype != torch.bool or context_mask.shape != context.shape[:2]
         ):
-            allowed = "None without context" if context is None else f"bool {list(context.shape[:2])}"
+            if context is None:
+                allowed = "None without context"
+            else:
+                allowed = f"bool {list(context.shape[:2])}"
             raise refusal("DiT", "context_mask", allowed, (context_mask.dtype, list(context_mask.shape)))
 
     def _initialise(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lit_efficient.distributed.row_slices import attend_slices, gather_rows, own_positions
@@ -131,8 +131,7 @@ def _in_blocks(
     places: Tensor | None = None,
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    out: Tensor = flex(query, key, value, block_mask=visible_blocks(starts, places), enable_gqa=grouped, scale=scale)
-    return out
+    return flex(query, key, value, block_mask=visible_blocks(starts, places), enable_gqa=grouped, scale=scale)
 
 
 def visible_blocks(starts: Tensor, places: Tensor | None = None) -> BlockMask:
@@ -162,7 +161,7 @@ def visible_blocks(starts: Tensor, places: Tensor | None = None) -> BlockMask:
 
 
 @functools.cache
-def _flex() -> Callable[..., Any]:
+def _flex() -> Callable[..., object]:
     """Return FlexAttention, compiled: without compilation it stores all scores."""
     return torch.compile(flex_attention)
 
@@ -213,10 +212,10 @@ def read_starts() -> None:
     """
     from transformers import AttentionInterface
 
-    plain: Any = AttentionInterface()["sdpa"]
+    plain = AttentionInterface()["sdpa"]
 
     def sdpa(
-        module: Any,
+        module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -224,12 +223,11 @@ def read_starts() -> None:
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         if attention_mask is None or attention_mask.dtype != torch.int64:
             how = {**kwargs, "dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-            out: tuple[Tensor, None] = plain(module, query, key, value, attention_mask, **how)
-            return out
+            return plain(module, query, key, value, attention_mask, **how)
         causal = is_causal
         if causal is None:
             causal = getattr(module, "is_causal", True)

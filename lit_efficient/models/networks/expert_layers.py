@@ -164,7 +164,7 @@ class ExpertMixture(Loads, StaysFloat32):
 
 
 def add_mixture(
-    module: Any, experts: int, top_k: int, shared: int = 0, *, balanced: bool = False, generator: torch.Generator
+    module: nn.Module, experts: int, top_k: int, shared: int = 0, *, balanced: bool = False, generator: torch.Generator
 ) -> None:
     """Turn a feed-forward module into a mixture of experts, in place. Each expert starts with the module's weights, so
     that the output stays the same.

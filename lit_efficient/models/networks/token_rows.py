@@ -62,12 +62,16 @@ def rows_in(batch: object) -> dict[str, object]:
 def row_of(layer: Any, name: str, shape: Sequence[int]) -> Tensor | None:
     """Return the tensor that a layer knows under ``name``, or ``None`` if its shape is not ``shape``, [B, T]."""
     value = layer.token_rows.get(name)
-    return value if isinstance(value, Tensor) and value.shape == shape else None
+    if isinstance(value, Tensor) and value.shape == shape:
+        return value
+    return None
 
 
-def _argument(kind: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _argument(kind: object, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
     places = _places(kind)
-    return args[places[name]] if name in places and places[name] < len(args) else kwargs.get(name)
+    if name in places and places[name] < len(args):
+        return args[places[name]]
+    return kwargs.get(name)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ class ChoicesByPlace(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, object] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         scores = args[0] if args else None
         if type(scores) is not Tensor or not scores.is_floating_point() or not scores.ndim:
@@ -64,7 +64,7 @@ def without_dropout() -> Iterator[None]:
     """
     attend: Any = F.scaled_dot_product_attention
 
-    def attend_all(*args: Any, **kwargs: Any) -> Any:
+    def attend_all(*args: Any, **kwargs: Any) -> object:
         if len(args) > _DROPOUT_P:
             return attend(*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :], **kwargs)
         return attend(*args, **kwargs | {"dropout_p": 0.0})
@@ -74,5 +74,5 @@ def without_dropout() -> Iterator[None]:
         yield
 
 
-def _keep(input: Tensor, *_: Any, **__: Any) -> Tensor:
+def _keep(input: Tensor, *_: object, **__: object) -> Tensor:
     return input

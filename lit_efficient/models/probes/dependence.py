@@ -45,7 +45,9 @@ class _Recording(TorchFunctionMode):
         super().__init__()
         self.found: list[tuple[Tensor, Tensor, bool]] = []  # indices, results, and whether the table is trained
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is not F.embedding or not isinstance(result, Tensor):
             return result
@@ -164,12 +166,16 @@ def _factors(logits: Tensor) -> Tensor:
     return torch.arange(logits.numel(), device=logits.device).mul(2.4).sin().view_as(logits)
 
 
-def _largest(tensor: Any) -> Tensor:
+def _largest(tensor: Tensor) -> Tensor:
     """Return the largest absolute value, of sharded tensors that in the shard of this process."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local: Tensor = tensor
+    if hasattr(tensor, "to_local"):
+        local = tensor.to_local()
     return local.detach().abs().amax().float()
 
 
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def _whole(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor
+    if hasattr(tensor, "full_tensor"):
+        whole = tensor.full_tensor()
     return whole

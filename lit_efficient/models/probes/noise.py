@@ -119,14 +119,14 @@ def _is_in_shards(part: Any) -> bool:
     return bool(own) and all(is_sharded(p) for p in own)
 
 
-def _is_plain(parameter: Any) -> bool:
+def _is_plain(parameter: Tensor) -> bool:
     """Return whether a parameter, or the shard of this process, holds one number for each weight."""
     local = _held(parameter)
     plain = type(local) in (nn.Parameter, Tensor) and not local.is_inference()
     return plain and local.is_floating_point() and local.numel() > 0 and has_values(local)
 
 
-def _held(parameter: Any) -> Any:
+def _held(parameter: Tensor) -> Any:
     """Return the tensor, without gradients, that holds a parameter or the shard of this process."""
     if hasattr(parameter, "to_local"):
         return parameter.to_local().detach()
@@ -136,7 +136,7 @@ def _held(parameter: Any) -> Any:
     return parameter.data
 
 
-def _shape(parameter: Any) -> tuple[int, ...]:
+def _shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

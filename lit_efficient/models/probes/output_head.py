@@ -60,13 +60,13 @@ def output_head(network: nn.Module) -> OutputHead:
         return OutputHead(module)
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"{_OWNER}: {type(network).__name__} has no output embeddings; {_WANTED}.")
-    config: Any = network.config.get_text_config()  # type: ignore[operator, union-attr]
+    config = network.config.get_text_config()  # type: ignore[operator, union-attr]
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
     return OutputHead(module, scale, getattr(config, "final_logit_softcapping", None))
 
 
-def hidden_states(network: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+def hidden_states(network: nn.Module, inputs: Mapping[str, object]) -> tuple[Tensor, Any]:
     """Return the head's input ``[B, T, H]``, and the network's output with logits of the last position only.
 
     Raises:

@@ -28,7 +28,13 @@ from lit_efficient.surgery import mix_in, unmixed
 class _Guessing(TorchFunctionMode):
     """Mode that answers every question about a value with no: without it, most masks could not be built on meta."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if function in (Tensor.__bool__, Tensor.item):
             return False
         return function(*args, **(kwargs or {}))

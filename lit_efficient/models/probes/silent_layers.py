@@ -34,7 +34,7 @@ class Watched(nn.Module):
             return value
         return self.read_elsewhere(name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         self.__dict__["_runs"] = True
         try:
             return super().forward(*args, **kwargs)
