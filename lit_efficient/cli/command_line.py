@@ -47,11 +47,12 @@ from lit_efficient.cli.run_log import RunLog
 from lit_efficient.cli.secrets import hide_words, masked, masking, print_error, redacted, remember
 from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_end
 from lit_efficient.cli.tree import ConfigText, Table
-from lit_efficient.errors import ConfigurationError, DivergedError
+from lit_efficient.errors import ConfigurationError, ConflictError, DivergedError
 from lit_efficient.files.checkpoints import Checkpoint, state_of
 from lit_efficient.files.runs import real
 from lit_efficient.internals.jsonargparse_parser import spelt_for, subcommands
 from lit_efficient.internals.lightning_cli import OpenCLI
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_wandb import begin_late
 from lit_efficient.internals.wraps import wrap_method
 from lit_efficient.traits import Trait, has_trait
@@ -294,6 +295,11 @@ class LitEfficientCLI(OpenCLI):
                 f"trainer: SLURMEnvironment reads {error.args[0]}, which srun sets for the processes that it starts: "
                 "outside of a job leave the overlay scale/slurm out, to check the rest as well"
             ) from error
+        if traits_of(made.strategy).pickles:
+            raise ConflictError(
+                "trainer.strategy: it starts processes that get the trainer by pickle, and a run of the command line "
+                "cannot be pickled: use ddp, or ddp_fork"
+            )
         prefetch(made, self.subcommand)
         started = 1
         if is_torchelastic_launched():

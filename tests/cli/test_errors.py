@@ -405,6 +405,11 @@ def test_devices_are_counted(monkeypatch):
             check_devices("cpu", devices)
 
 
+def test_a_strategy_that_pickles_the_run_is_refused(capsys):
+    said = refused(capsys, "--trainer.devices=2", "--trainer.strategy=ddp_spawn")
+    assert "cannot be pickled: use ddp, or ddp_fork" in said
+
+
 def test_processes_of_torchrun_that_would_each_train_alone_are_refused(capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     monkeypatch.setenv("WORLD_SIZE", "2")

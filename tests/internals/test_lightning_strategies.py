@@ -21,13 +21,16 @@ def traits(name, **given):
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-@leans_on("lightning", "_MultiProcessingLauncher", "lightning_strategies")
+@leans_on("lightning", "_MultiProcessingLauncher, _start_method", "lightning_strategies")
 def test_strategies_that_spawn_or_fork_are_known(namespace):
     spawns = {}
+    pickles = {}
     for name in ("ddp", "ddp_spawn", "ddp_fork"):
         strategy = trainer(namespace, strategy=name, devices=2).strategy
         strategy._configure_launcher()
         spawns[name] = traits_of(strategy).spawns
+        pickles[name] = traits_of(strategy).pickles
+    assert pickles == {"ddp": False, "ddp_spawn": True, "ddp_fork": False}
     assert spawns == {"ddp": False, "ddp_spawn": True, "ddp_fork": True}
 
 
