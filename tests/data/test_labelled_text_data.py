@@ -152,6 +152,39 @@ def test_names_order_the_classes_and_numbers_are_ids(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [i / 4 for i in range(6)]
 
 
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+@pytest.mark.parametrize("labels", ["class", "tags"])
+def test_names_that_a_data_set_declares_are_those_of_the_classes(kind: str, labels: Any, tmp_path: Path) -> None:
+    """In the declared order, and with classes that no row has. Numbers alone would be exported as their own names."""
+    datasets = pytest.importorskip("datasets")
+    names = datasets.ClassLabel(names=["spam", "ham", "eggs"])
+    columns: dict[str, list[Any]] = {"text": [sentence(i) for i in range(6)], "label": [1, 0] * 3}
+    features = {"text": datasets.Value("string"), "label": names}
+    if labels == "tags":
+        columns = {"tokens": [["a", "cat"]] * 6, "tags": [[1, 0]] * 6}
+        features = {"tokens": datasets.List(datasets.Value("string")), "tags": datasets.List(names)}
+    table = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    source = tmp_path / "rows"
+    if kind == "folder":
+        table.save_to_disk(source)
+    else:
+        source.mkdir()
+        table.to_parquet(source / "rows.parquet")
+    data = LabelledTextData(
+        train=str(source),
+        val=str(source),
+        tokenizer=saved(tmp_path, "bert"),
+        labels=labels,
+        batch_size=2,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    data.prepare_data()
+    data.setup()
+    assert data.label_names == ["spam", "ham", "eggs"]
+    found = next(iter(data.val_dataloader()))["labels"]
+    assert found[found >= 0].tolist() == [1, 0] * (2 if labels == "tags" else 1)
+
+
 def test_a_text_may_have_several_classes_or_none(tmp_path: Path) -> None:
     lists = [["b"], [], ["c", "a"], ["a", "b", "c"]]
     rows = [{"text": sentence(i), "label": found} for i, found in enumerate(lists)]

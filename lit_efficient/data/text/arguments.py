@@ -107,8 +107,9 @@ class LabelledRows(RowsArguments):
     """Choice of the rows that `LabelledTextData` reads.
 
     Args:
-        names: Names of the classes in order, for labels that are these names or their numbers. null: the sorted labels
-            of the rows. Labels that are numbers, not texts of digits, are the numbers of their classes.
+        names: Names of the classes in order, for labels that are these names or their numbers. null: the names that the
+            data set declares (``ClassLabel``), else the sorted labels of the rows. Labels that are numbers, not texts
+            of digits, are the numbers of their classes.
     """
 
     owner = "LabelledTextData"

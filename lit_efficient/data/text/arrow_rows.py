@@ -5,6 +5,8 @@ in an object means that the key is absent. A null in a list, in a map or in a va
 
 Three things cannot be known from an Arrow table: whether a null in an object was in the data, the order of an object's
 keys in its row, and whether a whole number in a column of floats was written without a fraction.
+
+Numbers of classes whose names the data set declares (``datasets.ClassLabel``) are :class:`ClassNumber`.
 """
 
 import json
@@ -14,14 +16,47 @@ from typing import Any
 Content = dict[str, Any]
 
 
+class ClassNumber(int):
+    """Number of a class, with the ``names`` of all classes of its column."""
+
+    names: tuple[str, ...]
+
+
 def rows_of(table: Any) -> Iterator[Content | str]:
     """Yield the rows of a ``pyarrow.Table`` or ``RecordBatch``. For a row that cannot be read, yield the reason."""
     kinds = {field.name: field.type for field in table.schema}
+    classes = _declared_classes(table.schema)
     for row in table.to_pylist(maps_as_pydicts="lossy"):
         try:
-            yield {name: _plain(value, kinds[name]) for name, value in row.items()}
+            plain = {name: _plain(value, kinds[name]) for name, value in row.items()}
         except ValueError as error:
             yield f"a value of the type JSON is no JSON: {error}"
+            continue
+        for name, names in classes.items():
+            plain[name] = _of_classes(plain[name], names)
+        yield plain
+
+
+def _declared_classes(schema: Any) -> dict[str, tuple[str, ...]]:
+    """Return the names of classes that ``datasets`` has written into a schema, by the column."""
+    about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = about.get("info", {}).get("features") or {}
+    found = {}
+    for column, feature in features.items():
+        of_items = feature.get("feature", feature)  # of a list
+        if column in schema.names and of_items.get("_type") == "ClassLabel":
+            found[column] = tuple(of_items["names"])
+    return found
+
+
+def _of_classes(value: Any, names: tuple[str, ...]) -> Any:
+    if isinstance(value, list):
+        return [_of_classes(item, names) for item in value]
+    if not isinstance(value, int) or not 0 <= value < len(names):  # -1 is no label
+        return value
+    number = ClassNumber(value)
+    number.names = names
+    return number
 
 
 def _plain(value: Any, kind: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lit_efficient.data.text.arrow_rows import ClassNumber
 from lit_efficient.data.text.chat_formats import MalformedRow, Row, check_keys, keys_shown, unread
 from lit_efficient.data.text.chat_tokens import Encoded, SplitRow
 from lit_efficient.data.text.collate import padded_length
@@ -50,7 +51,10 @@ _MOST = 999_999
 
 @dataclass
 class LabelIds:
-    """Numbers of the labels of rows. Without names, texts are numbered in the order in which they occur."""
+    """Numbers of the labels of rows.
+
+    Without names those that the data sets declare are taken. Other texts are numbered in the order in which they occur.
+    """
 
     given: Sequence[str] | None = None  # names of the classes in order
     found: dict[str, int] = field(default_factory=dict)
@@ -62,6 +66,11 @@ class LabelIds:
         Raises:
             MalformedRow: If the label is none of the given names, or of another kind than the others.
         """
+        if isinstance(value, ClassNumber):
+            if self.given is None and self.most < 0 and not self.found:
+                self.given = value.names
+            if self.given is not None and value.names[value] in self.given:
+                return self.given.index(value.names[value])
         number = _whole(value)
         if number is not None and self.given is None and isinstance(value, str):
             number = None  # a name of digits
