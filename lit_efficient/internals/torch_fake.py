@@ -65,11 +65,13 @@ def like_real_ones() -> Iterator[None]:
             memo[id(self)] = alike
         return memo[id(self)]
 
-    def values(self: Tensor) -> Tensor:
+    def read(self: Tensor, method: str) -> Any:
+        # The method is called inside, too: with a mode, numpy() would return memory that nobody has written.
         with no_dispatch_modes():
-            if "known" in vars(self):
-                return vars(self)["known"].cpu()
-            return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
+            tensor = vars(self).get("known")
+            if tensor is None:
+                tensor = torch.zeros(self.shape, dtype=self.dtype, device="cpu")
+            return getattr(tensor.cpu(), method)()
 
     def subclass(kind: Any, data: Tensor, requires_grad: bool = False, **options: Any) -> Any:
         if not isinstance(data, FakeTensor):
@@ -83,8 +85,8 @@ def like_real_ones() -> Iterator[None]:
 
     own = {
         "__deepcopy__": copy,
-        "numpy": lambda self, **_: values(self).numpy(),
-        "tolist": lambda self: values(self).tolist(),
+        "numpy": lambda self, **_: read(self, "numpy"),
+        "tolist": lambda self: read(self, "tolist"),
     }
     hugging_face: Any = SimpleNamespace(is_fake_tensor=None)
     with suppress(ImportError):

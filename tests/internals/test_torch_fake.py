@@ -52,3 +52,15 @@ def test_a_fake_may_be_a_parameter_of_another_class():
     with FakeTensorMode() as mode, like_real_ones(), mode:
         own = torch.Tensor._make_subclass(Own, torch.ones(2), False)
     assert isinstance(own, Own)
+
+
+def test_an_unknown_value_is_read_as_zero_inside_of_the_mode():
+    from lit_efficient.internals.torch_fake import FakeTensorMode, like_real_ones
+
+    known = torch.arange(1000)
+    with FakeTensorMode(), like_real_ones():
+        fake = torch.empty(1000, dtype=torch.int16)
+        assert not fake.numpy().any()
+        assert fake.tolist() == [0] * 1000
+        fake.known = known
+        assert fake.numpy().tolist() == fake.tolist() == [*range(1000)]
