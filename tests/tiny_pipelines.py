@@ -165,6 +165,67 @@ def sana(**scheduler: Any) -> Any:
     )
 
 
+QWEN_IMAGE = {
+    "_class_name": "QwenImageTransformer2DModel",
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 16,
+    "axes_dims_rope": (4, 6, 6),
+}
+Z_IMAGE = {
+    "_class_name": "ZImageTransformer2DModel",
+    "in_channels": 4,
+    "dim": 32,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 16,
+    "axes_dims": [4, 6, 6],
+    "axes_lens": [1024, 64, 64],
+}
+QWEN = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+QWEN |= {"num_key_value_heads": 1, "vocab_size": 258, "max_position_embeddings": 4096}
+CHAT = "{% for m in messages %}<turn>{{ m['role'] }}: {{ m['content'] }}</turn>{% endfor %}<answer>"
+
+
+def qwen_image(**scheduler: Any) -> Any:
+    settings = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192}
+    settings |= {"shift_terminal": 0.02, "time_shift_type": "exponential"}
+    autoencoder = diffusers.AutoencoderKLQwenImage(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        latents_mean=[-0.7, 0.1, 0.2, 0.3],
+        latents_std=[2.8, 1.4, 2.3, 0.9],
+    )
+    rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "out_hidden_size": 16}
+    config = transformers.Qwen2_5_VLConfig(text_config=QWEN | {"rope_scaling": rope}, vision_config=vision)
+    return diffusers.QwenImagePipeline(
+        vae=autoencoder,
+        transformer=network(QWEN_IMAGE),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**(settings | scheduler)),
+        **encoders(transformers.Qwen2_5_VLForConditionalGeneration(config).eval()),
+    )
+
+
+def z_image(**scheduler: Any) -> Any:
+    config = transformers.Qwen3Config(**QWEN, head_dim=8)
+    pipeline = diffusers.ZImagePipeline(
+        vae=vae(scaling_factor=0.3611, shift_factor=0.1159),
+        transformer=network(Z_IMAGE),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**({"shift": 3.0} | scheduler)),
+        **encoders(transformers.Qwen3Model(config).eval()),
+    )
+    pipeline.tokenizer.chat_template = CHAT
+    return pipeline
+
+
 FAMILIES: dict[str, Callable[..., Any]] = {
     "sd15": sd15,
     "sd2": sd2,
@@ -173,6 +234,8 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "flux": flux,
     "pixart": pixart,
     "sana": sana,
+    "qwen_image": qwen_image,
+    "z_image": z_image,
 }
 
 

@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_efficient.errors import check_choice, check_number, checks_types
@@ -80,6 +81,22 @@ def guide(conditional: Tensor, unconditional: Tensor, scale: float, rescale: flo
     dims = tuple(range(1, guided.dim()))
     ratio = conditional.std(dim=dims, keepdim=True) / guided.std(dim=dims, keepdim=True)
     return guided * (rescale * ratio + (1.0 - rescale))
+
+
+def with_patch_norms(guided: Tensor, conditional: Tensor, side: int) -> Tensor:
+    """Scale each patch of a guided prediction to the norm of the conditional one, as Qwen-Image's pipeline does.
+
+    Args:
+        guided: Guided prediction, [B, c, h, w].
+        conditional: Prediction with the condition, [B, c, h, w].
+        side: Height and width of a patch.
+    """
+
+    def norms(x: Tensor) -> Tensor:
+        return F.avg_pool2d(x.square().sum(dim=1, keepdim=True), side).sqrt()  # [B, 1, h / side, w / side]
+
+    ratio = norms(conditional) / norms(guided)
+    return guided * ratio.repeat_interleave(side, dim=2).repeat_interleave(side, dim=3)
 
 
 def sampling_times(

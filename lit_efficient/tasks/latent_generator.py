@@ -168,6 +168,11 @@ class LatentGenerator(ChecksTypes, LightningModule):
         """Return the number of the network's tokens for latents of a height and width."""
         return size[0] * size[1] // self.shape.sides.multiple**2
 
+    @property
+    def norm_side(self) -> int:
+        """Side of the patches whose norm guidance keeps; 0 for most networks."""
+        return self.shape.sides.multiple if self.shape.keeps_norms else 0
+
     def sampler_at(self, size: tuple[int, int]) -> Sampler:
         """Return the sampler for latents of a height and width, with its shift as a number."""
         return replace(self.sampler, shift=shift_at(self.sampler.shift, self.tokens(size)))
@@ -422,7 +427,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         drawn = []
         for start in range(0, count, _SAMPLED_AT_ONCE):
             part = slice(start, start + _SAMPLED_AT_ONCE)
-            predict = guided(self, condition.rows(part), null, scale, sampler)
+            predict = guided(self, condition.rows(part), null, scale, sampler, self.norm_side)
             drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, sampler))
         whole = torch.cat(drawn)
         if features:

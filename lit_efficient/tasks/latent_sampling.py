@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lit_efficient.losses.diffusers_sampling import sample_with_diffusers
 from lit_efficient.losses.diffusion import Prediction
-from lit_efficient.losses.diffusion_sampling import Sampler, ddim_sample, guide, sampling_times
+from lit_efficient.losses.diffusion_sampling import Sampler, ddim_sample, guide, sampling_times, with_patch_norms
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.losses.timesteps import shift_at
 from lit_efficient.models.networks.condition import Condition
@@ -16,7 +16,12 @@ from lit_efficient.surgery import moved
 
 
 def guided(
-    network: nn.Module, condition: Condition, null: Callable[[], Condition], scale: float, sampler: Sampler
+    network: nn.Module,
+    condition: Condition,
+    null: Callable[[], Condition],
+    scale: float,
+    sampler: Sampler,
+    norm_side: int = 0,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a network with classifier-free guidance: noisy latents [B, ...] and times [B] to a prediction.
 
@@ -26,6 +31,7 @@ def guided(
         null: Returns the empty condition of one sample. It is only called for a scale other than 1.
         scale: Guidance scale. See `guide`.
         sampler: Settings of the guidance.
+        norm_side: Side of patches whose norm guidance keeps, see `with_patch_norms`. 0 for none.
     """
     if scale == 1.0:
         return lambda x, t: network(x, t, condition)
@@ -39,7 +45,10 @@ def guided(
         else:
             both = condition.followed_by(empty.repeated(len(x)))
             conditional, unconditional = network(x.repeat(2, 1, 1, 1), t.repeat(2), both).chunk(2)
-        return guide(conditional, unconditional, scale, sampler.guidance_rescale)
+        found = guide(conditional, unconditional, scale, sampler.guidance_rescale)
+        if norm_side and scale > 1.0:
+            return with_patch_norms(found, conditional, norm_side)
+        return found
 
     return predict
 

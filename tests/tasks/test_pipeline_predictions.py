@@ -18,6 +18,7 @@ from lit_efficient.tasks.latent_sampling import guided
 from tests import tiny_pipelines
 
 CAPTION = "A Cat on a mat"
+UNGUIDED = ("flux", "qwen_image")  # without a negative prompt
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:A caption has")
 
 
@@ -32,6 +33,7 @@ def ours_from(folder: Path) -> LatentDiffusion:
 def theirs_at_each_step(pipeline: Any, guidance: float, negative: str | None) -> list[tuple[Any, ...]]:
     """Run the pipeline, and return input, timestep and guided prediction of each step."""
     seen: list[tuple[Any, ...]] = []
+    name = type(pipeline).__name__
     step = pipeline.scheduler.step
 
     def recorded(output: Any, timestep: Any, sample: Any, *given: Any, **named: Any) -> Any:
@@ -40,14 +42,20 @@ def theirs_at_each_step(pipeline: Any, guidance: float, negative: str | None) ->
             pipeline.scheduler.is_scale_input_called = True
             scaled = pipeline.scheduler.scale_model_input(sample, timestep)
         unpack = getattr(pipeline, "_unpack_latents", lambda latents, *_: latents)  # from tokens of Flux
-        seen.append((unpack(scaled.clone(), 64, 64, 8), timestep, unpack(output.clone(), 64, 64, 8)))
+        pair = [unpack(one.clone(), 64, 64, 8) for one in (scaled, output)]
+        if name == "QwenImagePipeline":
+            pair = [one.squeeze(2) for one in pair]
+        seen.append((pair[0], timestep, pair[1]))
         return step(output, timestep, sample, *given, **named)
 
     pipeline.scheduler.step = recorded
     arguments = {"guidance_scale": guidance}
-    name = type(pipeline).__name__
     if name == "FluxPipeline":
         arguments = {"guidance_scale": 3.5, "true_cfg_scale": guidance}
+    if name == "QwenImagePipeline":
+        arguments = {"true_cfg_scale": guidance}
+    if name == "ZImagePipeline":  # its scale is that of the difference alone
+        arguments = {"guidance_scale": guidance - 1}
     if name.startswith(("PixArt", "Sana")):
         arguments |= {"use_resolution_binning": False, "negative_prompt": ""}
     if negative is not None:
@@ -72,7 +80,12 @@ def theirs_at_each_step(pipeline: Any, guidance: float, negative: str | None) ->
 def check_predictions(module: LatentDiffusion, pipeline: Any, guidance: float, negative: str | None) -> None:
     condition = module.conditioning.of_batch({"captions": [CAPTION]}, module.device)
     predict = guided(
-        module, condition, lambda: module.conditioning.null(module.device, negative), guidance, module.sampler
+        module,
+        condition,
+        lambda: module.conditioning.null(module.device, negative),
+        guidance,
+        module.sampler,
+        module.norm_side,
     )
     steps = theirs_at_each_step(pipeline, guidance, negative)
     assert len(steps) >= 3
@@ -89,7 +102,7 @@ def check_predictions(module: LatentDiffusion, pipeline: Any, guidance: float, n
 def test_a_guided_prediction_is_the_pipelines(family: str, tmp_path: Path) -> None:
     pipeline = tiny_pipelines.written(family, tmp_path)
     module = ours_from(tmp_path)
-    check_predictions(module, pipeline, 5.0, "Blurry" if family == "flux" else None)
+    check_predictions(module, pipeline, 5.0, "Blurry" if family in UNGUIDED else None)
 
 
 @pytest.mark.turns(6)
@@ -97,8 +110,8 @@ def test_a_guided_prediction_is_the_pipelines(family: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("guidance", [1.0, 5.0, 7.5])
 @pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)
 def test_any_guidance_and_negative_prompt(family: str, guidance: float, negative: str | None, tmp_path: Path) -> None:
-    if family == "flux" and negative is None and guidance > 1:
-        pytest.skip("FluxPipeline guides only with a negative prompt")
+    if family in UNGUIDED and negative is None and guidance > 1:
+        pytest.skip("the pipeline guides only with a negative prompt")
     pipeline = tiny_pipelines.written(family, tmp_path)
     check_predictions(ours_from(tmp_path), pipeline, guidance, negative)
 
@@ -119,7 +132,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_variants_of_a_family(name: str, tmp_path: Path) -> None:
     family, changed = VARIANTS[name]
     pipeline = tiny_pipelines.written(family, tmp_path, **changed)
-    check_predictions(ours_from(tmp_path), pipeline, 5.0, "Blurry" if family == "flux" else None)
+    check_predictions(ours_from(tmp_path), pipeline, 5.0, "Blurry" if family in UNGUIDED else None)
 
 
 @pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)

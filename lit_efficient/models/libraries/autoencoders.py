@@ -1,4 +1,4 @@
-"""Image autoencoders behind one interface: ours, and diffusers' AutoencoderKL, AutoencoderTiny and AutoencoderDC.
+"""Image autoencoders behind one interface: ours, and diffusers' AutoencoderKL, Tiny, DC and KLQwenImage.
 
     encode: images [B, C, H, W] in [-1, 1] -> mean, logvar [B, c, H / f, W / f];    logvar None: a deterministic encoder
     decode: latents [B, c, h, w] -> images [B, C, f h, f w], about in [-1, 1]
@@ -33,8 +33,9 @@ from lit_efficient.models.networks.autoencoder import Autoencoder, AutoencoderCo
 AutoencoderSpec = AutoencoderConfig | DiffusersModelConfig | str
 StoredConfig: TypeAlias = Mapping[str, Any]
 CHECKPOINT_KEY = "autoencoding"  # key of the `stored_config` in checkpoints of `Autoencoding`
-_KINDS = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
-_WITH_POSTERIOR = ("AutoencoderKL",)
+_KINDS = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderKLQwenImage")
+_WITH_POSTERIOR = ("AutoencoderKL", "AutoencoderKLQwenImage")
+_OF_VIDEOS = ("AutoencoderKLQwenImage",)  # [B, C, frames, H, W]; an image is one frame
 # Fields that describe the use of latents, and do not change the results of encoder and decoder.
 _USAGE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std", "sample_size", "force_upcast"}
 
@@ -61,7 +62,7 @@ class DiffusersAutoencoder(nn.Module):
     """Image autoencoder of diffusers. Parameters are named ``network.<diffusers' names>``.
 
     Args:
-        network: An ``AutoencoderKL``, ``AutoencoderTiny`` or ``AutoencoderDC``.
+        network: An ``AutoencoderKL``, ``AutoencoderTiny``, ``AutoencoderDC`` or ``AutoencoderKLQwenImage``.
 
     Raises:
         ConfigurationError: For another model, and one whose decoder does not undo the encoder's shape.
@@ -79,17 +80,28 @@ class DiffusersAutoencoder(nn.Module):
         """Return whether the encoder returns no variance."""
         return _kind(self.network).__name__ not in _WITH_POSTERIOR
 
+    @property
+    def of_videos(self) -> bool:
+        """Return whether the network's images are videos of one frame."""
+        return _kind(self.network).__name__ in _OF_VIDEOS
+
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map images [B, C, H, W] in [-1, 1] to mean and logvar (or None) [B, c, H / factor, W / factor]."""
         check_images(x, self, _kind(self.network).__name__)
         self._check_checkpointing()
+        if self.of_videos:
+            x = x.unsqueeze(2)
         encoded = self.network.encode(self._as_weights(x), return_dict=False)[0]
         if self.deterministic:
             return encoded, None
+        if self.of_videos:
+            return encoded.mean.squeeze(2), encoded.logvar.squeeze(2)
         return encoded.mean, encoded.logvar
 
     def decode(self, z: Tensor) -> Tensor:
         """Map latents [B, c, h, w] to images [B, C, factor h, factor w], about in [-1, 1] (not clamped)."""
+        if self.of_videos:
+            return self.network.decode(self._as_weights(z.unsqueeze(2)), return_dict=False)[0].squeeze(2)
         return self.network.decode(self._as_weights(z), return_dict=False)[0]
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -216,6 +228,8 @@ def _kind(network: nn.Module) -> type:
 def _shape(config: StoredConfig) -> tuple[int, int, int]:
     """Return the channels of images, the channels of latents, and the factor of a whole configuration."""
     name = str(config["_class_name"])
+    if name in _OF_VIDEOS:
+        return int(config["input_channels"]), int(config["z_dim"]), int(2 ** len(config["temperal_downsample"]))
     if name == "AutoencoderKL":
         down, up = (2 ** (len(config[key]) - 1) for key in ("down_block_types", "up_block_types"))
     elif name == "AutoencoderTiny":

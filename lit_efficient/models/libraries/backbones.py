@@ -7,6 +7,7 @@
                  UNet2DConditionModel     text, labels, pooled text (Stable Diffusion, SDXL)
                  DiTTransformer2DModel    labels
                  PixArtTransformer2DModel, SanaTransformer2DModel      text
+                 QwenImageTransformer2DModel, ZImageTransformer2DModel text
                  SD3Transformer2DModel, FluxTransformer2DModel         text and pooled text
 
 The network is the model itself, without a wrapper: checkpoints, adapters and exports have the model's parameter names.

@@ -1,6 +1,7 @@
 """Tokenizers of captions, which return ids of one fixed length; one of them needs no files and has a token per byte."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,9 +26,18 @@ class CaptionTokens:
         end: Id of the token that ends a text, or ``None``.
         length: Length of the result.
         side: Side of the padding.
+        around: Text before and after each caption.
     """
 
-    def __init__(self, json: str, pad: int, end: int | None, length: int, side: Literal["right", "left"]) -> None:
+    def __init__(
+        self,
+        json: str,
+        pad: int,
+        end: int | None,
+        length: int,
+        side: Literal["right", "left"],
+        around: Sequence[str] = ("", ""),
+    ) -> None:
         from tokenizers import Tokenizer
 
         self.json = json
@@ -35,6 +45,7 @@ class CaptionTokens:
         self.end = end
         self.length = length
         self.side = side
+        self.around = list(around)
         self._tokenizer = Tokenizer.from_str(json)
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(length)
@@ -50,7 +61,8 @@ class CaptionTokens:
 
         A caption without tokens gets one true padding token, since attention needs at least one.
         """
-        encoding = self._tokenizer.encode(caption)
+        before, after = self.around
+        encoding = self._tokenizer.encode(before + caption + after)
         if encoding.overflowing and not self._warned:
             self._warned = True
             warnings.warn(
@@ -67,7 +79,7 @@ class CaptionTokens:
 
     def state(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
-        return {name: getattr(self, name) for name in ("json", "pad", "end", "length", "side")}
+        return {name: getattr(self, name) for name in ("json", "pad", "end", "length", "side", "around")}
 
 
 def replace_length(tokens: CaptionTokens, length: int) -> CaptionTokens:
@@ -76,7 +88,12 @@ def replace_length(tokens: CaptionTokens, length: int) -> CaptionTokens:
 
 
 def load_tokenizer(
-    name: str, subfolder: str, revision: str | None, length: int | None, side: Literal["right", "left"]
+    name: str,
+    subfolder: str,
+    revision: str | None,
+    length: int | None,
+    side: Literal["right", "left"],
+    around: Sequence[str] | None = ("", ""),
 ) -> CaptionTokens:
     """Load a tokenizer.
 
@@ -86,12 +103,13 @@ def load_tokenizer(
         revision: Branch, tag or commit on a hub.
         length: Length of encoded captions, in tokens. ``None`` takes the tokenizer's own limit, or 77.
         side: Side of the padding.
+        around: Text before and after each caption. ``None`` takes a user's turn of the tokenizer's chat template.
 
     Raises:
         ConfigurationError: If there is no tokenizer, or it is not one of the library ``tokenizers``.
     """
     if name == "bytes":
-        return CaptionTokens(_bytes(), 0, 1, length or USUAL_LENGTH, side)
+        return CaptionTokens(_bytes(), 0, 1, length or USUAL_LENGTH, side, around or ("", ""))
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     check_sums(name, subfolder, weights=False)
@@ -103,6 +121,8 @@ def load_tokenizer(
                 name, subfolder=subfolder, revision=revision, trust_remote_code=False
             )
         json = tokenizer.backend_tokenizer.to_str()
+        if around is None:
+            around = _turn(tokenizer)
     except (OSError, ValueError, ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         allowed = f"bytes, a tokenizer.json, a folder or a hub's name with a fast tokenizer (cannot be read: {reason})"
@@ -115,7 +135,16 @@ def load_tokenizer(
     pad = tokenizer.pad_token_id
     if pad is None:
         pad = end or 0
-    return CaptionTokens(json, pad, end, length, side)
+    return CaptionTokens(json, pad, end, length, side, around)
+
+
+def _turn(tokenizer: Any) -> list[str]:
+    """Return the text before and after a user's message in a chat that the model is to answer."""
+    mark = "CAPTION"
+    messages = [{"role": "user", "content": mark}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=True)
+    before, _, after = text.partition(mark)
+    return [before, after]
 
 
 def _bytes() -> str:

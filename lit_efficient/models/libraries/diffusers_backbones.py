@@ -2,7 +2,7 @@
 
 Each class has one row in ``_ADAPTERS``, with a function of its configuration and one of its inputs. The calls include
 all that the pipeline passes besides latents, time and text: sizes in pixels of SDXL and PixArt, which are those of the
-condition or eight times the latents', and the positions and patches of two by two latents of Flux.
+condition or eight times the latents', and the positions and patches of two by two latents of Flux and Qwen-Image.
 
 DiTTransformer2DModel drops labels by a draw in each of its blocks, so that one block sees a label and the next one does
 not. These draws are switched off: guidance needs one draw per sample, outside of the network.
@@ -33,6 +33,7 @@ class _Adapter(NamedTuple):
 
     shape: Callable[[Fields], Arguments]
     arguments: Callable[[Network, Tensor, Tensor, Condition], Arguments]
+    latents: Callable[[Any, int, int], Tensor] | None = None  # from its output, height and width; None: the output
 
 
 def shape_of(spec: DiffusersModelConfig) -> BackboneShape:
@@ -71,9 +72,10 @@ def call(network: Network, x: Tensor, timestep: Tensor, condition: Condition) ->
     dtype = next(parameter.dtype for parameter in network.parameters() if parameter.is_floating_point())
     cast = condition.map(lambda part: part.to(dtype) if part.is_floating_point() else part)
     arguments = _ADAPTERS[name].arguments(network, x.to(dtype), timestep, cast)
-    output: Tensor = network(**arguments, return_dict=False)[0]
-    if name == "FluxTransformer2DModel":
-        output = _unpacked(output, x.shape[2], x.shape[3])
+    output = network(**arguments, return_dict=False)[0]
+    latents = _ADAPTERS[name].latents
+    if latents is not None:
+        output = latents(output, x.shape[2], x.shape[3])
     return output[:, : x.shape[1]]
 
 
@@ -227,9 +229,8 @@ def _flux(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -
     rows = torch.arange(height, device=x.device, dtype=x.dtype)[:, None].expand(height, width)
     columns = torch.arange(width, device=x.device, dtype=x.dtype).expand(height, width)
     positions = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(height * width, 3)
-    patches = x.unflatten(3, (width, 2)).unflatten(2, (height, 2))  # [B, c, h, 2, w, 2]
     return {
-        "hidden_states": patches.permute(0, 2, 4, 1, 3, 5).reshape(len(x), height * width, -1),
+        "hidden_states": _packed(x),
         "timestep": timestep / 1000.0,
         "encoder_hidden_states": condition.text,
         "pooled_projections": condition.pooled,
@@ -239,10 +240,57 @@ def _flux(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -
     }
 
 
+def _packed(x: Tensor) -> Tensor:
+    """Map latents [B, c, h, w] to tokens of two by two positions, [B, h w / 4, 4 c]."""
+    height = x.shape[2] // 2
+    width = x.shape[3] // 2
+    patches = x.unflatten(3, (width, 2)).unflatten(2, (height, 2))  # [B, c, h, 2, w, 2]
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(len(x), height * width, -1)
+
+
 def _unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
     """Map Flux's tokens [B, h w / 4, 4 c] to [B, c, h, w]."""
     patches = tokens.reshape(len(tokens), height // 2, width // 2, -1, 2, 2)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, height, width)
+
+
+def _qwen_shape(fields: Fields) -> Arguments:
+    return {
+        "channels": fields["in_channels"] // 4,
+        "size": None,
+        "sides": Sides(2),
+        "text_width": fields["joint_attention_dim"],
+        "keeps_norms": True,
+    }
+
+
+def _qwen(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
+    return {
+        "hidden_states": _packed(x),
+        "timestep": timestep / 1000.0,
+        "encoder_hidden_states": condition.text,
+        "encoder_hidden_states_mask": condition.mask,
+        "img_shapes": [[(1, x.shape[2] // 2, x.shape[3] // 2)]] * len(x),
+        **_guidance(network, x),
+    }
+
+
+def _z_image_shape(fields: Fields) -> Arguments:
+    patch = fields["all_patch_size"][0]
+    return {"size": None, "sides": Sides(patch), "text_width": fields["cap_feat_dim"]}
+
+
+def _z_image(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
+    assert condition.text is not None
+    texts = list(condition.text.unbind())
+    if condition.mask is not None:
+        texts = [text[mask] for text, mask in zip(texts, condition.mask)]
+    return {"x": list(x.unsqueeze(2).unbind()), "t": (1000.0 - timestep) / 1000.0, "cap_feats": texts}
+
+
+def _z_image_latents(output: list[Tensor], height: int, width: int) -> Tensor:
+    """Return the velocity from data to noise. The network predicts the opposite."""
+    return -torch.stack(output).squeeze(2)
 
 
 def _guidance(network: Network, x: Tensor) -> dict[str, Tensor]:
@@ -260,5 +308,7 @@ _ADAPTERS = {
     "PixArtTransformer2DModel": _Adapter(_pixart_shape, _pixart),
     "SanaTransformer2DModel": _Adapter(_sana_shape, _sana),
     "SD3Transformer2DModel": _Adapter(_sd3_shape, _sd3),
-    "FluxTransformer2DModel": _Adapter(_flux_shape, _flux),
+    "FluxTransformer2DModel": _Adapter(_flux_shape, _flux, _unpacked),
+    "QwenImageTransformer2DModel": _Adapter(_qwen_shape, _qwen, _unpacked),
+    "ZImageTransformer2DModel": _Adapter(_z_image_shape, _z_image, _z_image_latents),
 }

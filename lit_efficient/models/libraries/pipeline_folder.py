@@ -42,7 +42,7 @@ from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 
 Scaling = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel of latents
 EmptyCaption = Literal["encoded", "zeros"]
-TextKind = Literal["sd", "sdxl", "sd3", "flux", "pixart", "sana"]
+TextKind = Literal["sd", "sdxl", "sd3", "flux", "pixart", "sana", "qwen_image", "z_image"]
 
 _INDEX = "model_index.json"
 _SCHEDULER = "scheduler/scheduler_config.json"
@@ -153,6 +153,8 @@ def text_kind(index: Mapping[str, Any]) -> TextKind | None:
         "FluxTransformer2DModel": "flux",
         "PixArtTransformer2DModel": "pixart",
         "SanaTransformer2DModel": "sana",
+        "QwenImageTransformer2DModel": "qwen_image",
+        "ZImageTransformer2DModel": "z_image",
     }
     if network == "UNet2DConditionModel":
         reads = [str((index.get(name) or [None, None])[1]) for name in ("text_encoder", "text_encoder_2")]
@@ -173,7 +175,7 @@ def declared_scaling(fields: Mapping[str, Any]) -> Scaling:
     std = fields.get("latents_std")
     if mean is not None and std is not None:
         return tuple(float(value) for value in mean), tuple(float(value) / scale for value in std)
-    channels = int(fields["latent_channels"])
+    channels = int(fields.get("latent_channels") or fields["z_dim"])
     return (float(fields.get("shift_factor") or 0.0),) * channels, (1.0 / scale,) * channels
 
 

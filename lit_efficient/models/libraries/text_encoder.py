@@ -9,6 +9,7 @@ differ, an argument decides:
     Stable Diffusion       layer -1 (with the final norm); clip skip n: layer -1 - n with ``final_norm``
     SDXL, SD3, Flux        ``pipeline``: all of their encoders, joined by :func:`join`
     PixArt, Sana           ``pipeline``: lower case; encoder and network do not see padding; Sana has an instruction
+    Qwen-Image, Z-Image    ``pipeline``: a chat template; encoder and network do not see padding
 
 Costs: each caption is encoded once, and then looked up (L x D numbers per caption, up to a gigabyte in memory).
 Captions are encoded one by one on the CPU, so that an embedding depends on its caption only, to the last bit. A run
@@ -51,9 +52,11 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "flux": ("clip", "t5"),
     "pixart": ("t5",),
     "sana": ("gemma",),
+    "qwen_image": ("qwen",),
+    "z_image": ("qwen",),
 }
-# Tokens of T5 and Gemma in pipelines whose class is unknown.
-_LENGTHS = {"sd3": 256, "flux": 512, "pixart": 300, "sana": 300}
+# Tokens of T5, Gemma and Qwen in pipelines whose class is unknown.
+_LENGTHS = {"sd3": 256, "flux": 512, "pixart": 300, "sana": 300, "qwen_image": 512, "z_image": 512}
 
 
 def located(spec: TextEncoderConfig) -> TextEncoderConfig:
@@ -84,7 +87,8 @@ def located(spec: TextEncoderConfig) -> TextEncoderConfig:
 def members(spec: TextEncoderConfig) -> list[TextEncoderConfig]:
     """Return the encoders of a pipeline, or ``spec`` itself if it names none.
 
-    The hidden states of CLIP in SDXL and SD3 are those of the layer before the last. PixArt and Sana mask padding.
+    The hidden states of CLIP in SDXL and SD3 are those of the layer before the last. PixArt, Sana, Qwen-Image and
+    Z-Image mask padding.
     """
     if spec.pipeline is None:
         return [spec]
@@ -102,11 +106,27 @@ def members(spec: TextEncoderConfig) -> list[TextEncoderConfig]:
             reading = replace(reading, padding="hidden", lowercase=True)
         if spec.pipeline == "sana":
             reading = replace(reading, instruction=_sana_instruction())
+        if spec.pipeline == "qwen_image":
+            around, drop = _qwen_template()
+            reading = replace(reading, padding="hidden", around=around, drop=drop)
+        if spec.pipeline == "z_image":
+            layer = -2
+            reading = replace(reading, padding="hidden", around="chat")
         subfolder = f"text_encoder{suffix}"
         found.append(
             replace(spec, pipeline=None, subfolder=subfolder, max_length=length, layer=layer, captions=reading)
         )
     return found
+
+
+def _qwen_template() -> tuple[list[str], int]:
+    """Return the text around a prompt of Qwen-Image, and the number of its first tokens that are left out."""
+    from diffusers import QwenImagePipeline
+
+    parts = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
+    pipeline: Any = QwenImagePipeline(**dict.fromkeys(parts))
+    before, _, after = pipeline.prompt_template_encode.partition("{}")
+    return [before, after], pipeline.prompt_template_encode_start_idx
 
 
 def _sana_instruction() -> str:

@@ -49,6 +49,8 @@ class CaptionReading:
         lowercase: remove spaces at both ends and capital letters, as PixArt and Sana do.
         instruction: text before each caption except negative prompts, as in Sana. Of its tokens the network sees the
             first one only.
+        around: text before and after each caption; ``chat`` is a user's turn of the tokenizer's chat template.
+        drop: number of tokens at the beginning that the network does not see, beyond ``max_length``.
     """
 
     tokenizer: str | None = None
@@ -57,10 +59,15 @@ class CaptionReading:
     padding_side: Literal["right", "left"] = "right"
     lowercase: bool = False
     instruction: str = ""
+    around: list[str] | Literal["chat"] | None = None
+    drop: int = 0
 
     def __post_init__(self) -> None:
         check_choice(_OWNER, "captions.padding", self.padding, ("auto", "hidden", "seen"))
         check_choice(_OWNER, "captions.padding_side", self.padding_side, ("right", "left"))
+        check_number(_OWNER, "captions.drop", self.drop, least=0, whole=True)
+        if isinstance(self.around, list) and len(self.around) != 2:
+            raise refusal(_OWNER, "captions.around", "two texts, chat or null", self.around)
 
 
 @checks_types
@@ -81,9 +88,9 @@ class TextEncoderConfig:
         final_norm: apply the final norm to an earlier layer.
         captions: the tokenizer and its padding.
         pipeline: use all encoders of a pipeline's folder and join them as it does: ``sd``, ``sdxl``, ``sd3``, ``flux``,
-            ``pixart`` or ``sana``; None with a pipeline's folder and no ``subfolder``: its own kind.
-            Options that the pipeline fixes are then left unset: tokenizers, subfolders, layers (``sd`` leaves the layer
-            free), padding; ``max_length`` is that of T5, if it has one.
+            ``pixart``, ``sana``, ``qwen_image`` or ``z_image``. None with a pipeline's folder and no ``subfolder`` is
+            the kind of that folder. Options that the pipeline fixes are then left unset: tokenizers, subfolders, layers
+            (``sd`` leaves the layer free), padding; ``max_length`` is that of T5, Gemma or Qwen.
         revision: branch, tag or commit of a hub's repository; only a commit never changes.
         dtype: number format of the weights and of the embeddings.
     """
@@ -158,7 +165,11 @@ class TextNetwork:
         reading = spec.captions
         name = reading.tokenizer or spec.name_or_path or "bytes"
         subfolder = reading.subfolder if reading.tokenizer != "bytes" else ""
-        tokens = load_tokenizer(name, subfolder, spec.revision, spec.max_length, reading.padding_side)
+        length = spec.max_length
+        if length is not None:
+            length += reading.drop
+        around = None if reading.around == "chat" else reading.around or ("", "")
+        tokens = load_tokenizer(name, subfolder, spec.revision, length, reading.padding_side, around)
         config = _configuration(spec, tokens)
         with library_errors(f"{_OWNER}: the encoder {spec.name_or_path or config.model_type} cannot be built"):
             network = _drawn(config, spec.dtype) if spec.name_or_path is None else _loaded(spec, config)
@@ -197,7 +208,8 @@ class TextNetwork:
             last = 1 - self.tokens.length
             hidden = torch.cat([hidden[:, :1], hidden[:, last:]], dim=1)
             mask = torch.cat([mask[:, :1], mask[:, last:]], dim=1)
-        return TextEmbedding(hidden, mask, pooled)
+        drop = self.spec.captions.drop
+        return TextEmbedding(hidden[:, drop:], mask[:, drop:], pooled)
 
     @property
     def is_instructed(self) -> bool:
@@ -215,7 +227,7 @@ class TextNetwork:
     def digest(self) -> str:
         """Return a SHA-256 digest of all that an embedding depends on: weights, tokenizer and options."""
         reading = {name: getattr(self.spec, name) for name in ("layer", "final_norm", "dtype")}
-        prepared = [self.spec.captions.lowercase, self.spec.captions.instruction]
+        prepared = [self.spec.captions.lowercase, self.spec.captions.instruction, self.spec.captions.drop]
         described = [reading, self.hides_padding, prepared, self.tokens.state()]
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         for name, tensor in sorted(self.network.state_dict().items()):

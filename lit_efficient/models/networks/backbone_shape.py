@@ -27,6 +27,7 @@ class BackboneShape:
     text_width: int = 0  # features of text tokens; 0: no text
     pooled_width: int = 0  # features of a pooled text embedding; 0: none
     masks_text: bool = True  # whether it takes a mask of text tokens
+    keeps_norms: bool = False  # whether guidance keeps the norm of the conditional prediction in each token
     learned_variance: bool = False  # whether a second half of the output channels predicts variances, which are ignored
     # token that it denoises beside the latents
     class_token: ClassToken = ClassToken()  # noqa: RUF009 (frozen)
