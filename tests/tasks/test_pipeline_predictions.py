@@ -13,6 +13,7 @@ import torch
 from lit_efficient import DiffusersModelConfig, LatentDiffusion, Samples
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.timesteps import sample_timesteps, shift_times
+from lit_efficient.models.libraries.latent_codec import LatentCodec, find_autoencoder
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
 from lit_efficient.tasks.latent_sampling import guided
 from tests import tiny_pipelines
@@ -28,6 +29,26 @@ def ours_from(folder: Path) -> LatentDiffusion:
     module.text_encoder = TextEncoder.load(TextEncoderConfig(str(folder)))
     module.configure_model()
     return module.eval()
+
+
+def called(pipeline: Any, guidance: float, negative: str | None, steps: int, kind: str) -> Any:
+    """Call a pipeline for one image, and return it, or its latents."""
+    name = type(pipeline).__name__
+    arguments: dict[str, Any] = {"guidance_scale": guidance}
+    if name == "FluxPipeline":
+        arguments = {"guidance_scale": 3.5, "true_cfg_scale": guidance}
+    if name == "QwenImagePipeline":
+        arguments = {"true_cfg_scale": guidance}
+    if name == "ZImagePipeline":  # its scale is that of the difference alone
+        arguments = {"guidance_scale": guidance - 1}
+    if name.startswith(("PixArt", "Sana")):
+        arguments |= {"use_resolution_binning": False, "negative_prompt": ""}
+    if negative is not None:
+        arguments["negative_prompt"] = negative
+    size = 32 if name.startswith("Sana") else 64
+    generator = torch.Generator().manual_seed(1)
+    size_and_steps = {"height": size, "width": size, "num_inference_steps": steps}
+    return pipeline(CAPTION, output_type=kind, generator=generator, **size_and_steps, **arguments).images
 
 
 def theirs_at_each_step(pipeline: Any, guidance: float, negative: str | None) -> list[tuple[Any, ...]]:
@@ -49,29 +70,8 @@ def theirs_at_each_step(pipeline: Any, guidance: float, negative: str | None) ->
         return step(output, timestep, sample, *given, **named)
 
     pipeline.scheduler.step = recorded
-    arguments = {"guidance_scale": guidance}
-    if name == "FluxPipeline":
-        arguments = {"guidance_scale": 3.5, "true_cfg_scale": guidance}
-    if name == "QwenImagePipeline":
-        arguments = {"true_cfg_scale": guidance}
-    if name == "ZImagePipeline":  # its scale is that of the difference alone
-        arguments = {"guidance_scale": guidance - 1}
-    if name.startswith(("PixArt", "Sana")):
-        arguments |= {"use_resolution_binning": False, "negative_prompt": ""}
-    if negative is not None:
-        arguments["negative_prompt"] = negative
-    size = 32 if name.startswith("Sana") else 64
-    generator = torch.Generator().manual_seed(1)
     try:
-        pipeline(
-            CAPTION,
-            height=size,
-            width=size,
-            num_inference_steps=3,
-            output_type="latent",
-            generator=generator,
-            **arguments,
-        )
+        called(pipeline, guidance, negative, 3, "latent")
     finally:
         del pipeline.scheduler.step
     return seen
@@ -133,6 +133,25 @@ def test_variants_of_a_family(name: str, tmp_path: Path) -> None:
     family, changed = VARIANTS[name]
     pipeline = tiny_pipelines.written(family, tmp_path, **changed)
     check_predictions(ours_from(tmp_path), pipeline, 5.0, "Blurry" if family in UNGUIDED else None)
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)
+def test_latents_are_decoded_as_by_the_pipeline_and_encoding_undoes_its_scaling(family: str, tmp_path: Path) -> None:
+    pipeline = tiny_pipelines.written(family, tmp_path)
+    module = LatentDiffusion(DiffusersModelConfig(str(tmp_path)), samples=Samples(0))
+    assert module.latent_scaling is not None
+    mean, std = (torch.tensor(values) for values in module.latent_scaling)
+    codec = LatentCodec(find_autoencoder(DiffusersModelConfig(str(tmp_path))), mean, std)
+    latents, images = (called(pipeline, 1.0, None, 2, kind) for kind in ("latent", "pt"))
+    if latents.ndim == 3:
+        latents = pipeline._unpack_latents(latents, 64, 64, 8)
+    latents = latents.flatten(2).unflatten(2, latents.shape[-2:])  # one frame of Qwen-Image
+    torch.testing.assert_close(codec.decode(latents) / 2 + 0.5, images, rtol=1e-5, atol=1e-5)
+    raw, _ = codec.moments(images * 2 - 1)
+    torch.testing.assert_close(codec.denormalize(codec.encode(images * 2 - 1)[0]), raw, rtol=1e-5, atol=1e-5)
+    assert module.settings.meaning is not None
+    assert module.settings.meaning.channels == module.shape.channels == codec.latent_channels
 
 
 @pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)
