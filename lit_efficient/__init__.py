@@ -185,6 +185,8 @@ PUBLIC: dict[str, str] = {
     "LatentDigits": "data.latent_digits",
     "LatentData": "data.latent_data",
     "TeacherFeatures": "data.latents.teacher_features",
+    "BestOfN": "tasks.best_of_n_data",
+    "BestOfNData": "tasks.best_of_n_data",
     "CorpusFiles": "data.text.arguments",
     "EncodedData": "data.encoded_data",
     "EncodedFields": "data.latents.encoded_fields",

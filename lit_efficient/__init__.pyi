@@ -164,6 +164,8 @@ from lit_efficient.data.images.image_view import ImageView as ImageView
 from lit_efficient.data.latent_digits import LatentDigits as LatentDigits
 from lit_efficient.data.latent_data import LatentData as LatentData
 from lit_efficient.data.latents.teacher_features import TeacherFeatures as TeacherFeatures
+from lit_efficient.tasks.best_of_n_data import BestOfN as BestOfN
+from lit_efficient.tasks.best_of_n_data import BestOfNData as BestOfNData
 from lit_efficient.data.text.arguments import CorpusFiles as CorpusFiles
 from lit_efficient.data.encoded_data import EncodedData as EncodedData
 from lit_efficient.data.latents.encoded_fields import EncodedFields as EncodedFields

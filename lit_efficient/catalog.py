@@ -167,6 +167,8 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
     bases = {ast.unparse(base).split(".")[-1] for base in node.bases}
     if any(base.endswith("LRScheduler") for base in bases):
         slot = "lr_scheduler"
+    elif any(base.endswith("Data") for base in bases):  # a DataModule that runs a task, above the folder of data
+        slot = "data"
     elif distribution and any(base.endswith("Optimizer") for base in bases):
         slot = "optimizer"
     docstring = (ast.get_docstring(tree) or ast.get_docstring(node) or "").replace("``", "`")

@@ -91,21 +91,23 @@ class WeightedTeacher:
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """Source of a teacher.
+    """Source of a teacher, or of another network that only runs.
 
     Args:
         spec: Path of a checkpoint, name, folder or GGUF file of a Hugging Face model, or a `CausalLMConfig` with one
             of the latter.
+        owner: Class and argument that name it, for errors.
 
     Raises:
         ConfigurationError: For a model with random weights.
     """
 
     spec: str | CausalLMConfig
+    owner: str = "Distillation: teacher"
 
     def __post_init__(self) -> None:
         if isinstance(self.spec, CausalLMConfig) and self.spec.draws_weights:
-            raise ConfigurationError("Distillation: teacher must have trained weights, got random ones")
+            raise ConfigurationError(f"{self.owner} must have trained weights, got random ones")
 
     @property
     def name(self) -> str:
@@ -128,10 +130,10 @@ class TeacherSource:
         if not isinstance(self.spec, str) or self.checkpoint is not None:
             return
         if Path(self.spec).suffix in (".ckpt", ".pt", ".pth"):
-            raise ConfigurationError(f"Distillation: teacher: there is no file {self.spec}")
+            raise ConfigurationError(f"{self.owner}: there is no file {self.spec}")
         missing = None if is_gguf(self.spec) else missing_folder(self.spec)
         if missing:
-            raise ConfigurationError(f"Distillation: teacher: {missing}")
+            raise ConfigurationError(f"{self.owner}: {missing}")
 
     @property
     def config(self) -> CausalLMConfig:
@@ -160,13 +162,16 @@ class TeacherSource:
 
     def digest(self) -> str:
         """Return a hash of everything that determines the teacher's outputs: its files and its config."""
+        self.check()
         if self.checkpoint is None:
-            return _digest_of_files(self.config)
+            return _digest_of_files(self.config, self.owner)
         digest = sha256_of(Path(self.checkpoint))
         model = read_language_model(self.checkpoint)["hyper_parameters"]["model"]
         if not model.get("name_or_path") or model.get("random_weights"):
             return digest
-        base = _digest_of_files(CausalLMConfig(**model))  # the checkpoint of adapters does not contain their base
+        base = _digest_of_files(
+            CausalLMConfig(**model), self.owner
+        )  # the checkpoint of adapters does not contain their base
         return digest_of([digest, base])
 
 
@@ -272,12 +277,12 @@ def tokens_in_common(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, 
     return token_ids(student)["vocab_size"]
 
 
-def _digest_of_files(spec: CausalLMConfig) -> str:
+def _digest_of_files(spec: CausalLMConfig, owner: str) -> str:
     try:
         folder = stored_folder(spec)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"Distillation: the files of the teacher {spec.name_or_path} cannot be read: {str(error).splitlines()[0]}"
+            f"{owner}: the files of {spec.name_or_path} cannot be read: {str(error).splitlines()[0]}"
         ) from error
     files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))) if folder.is_dir() else [folder]
     hashes = [(path.name, sha256_of(path)) for path in files]
