@@ -75,6 +75,11 @@ def test_configs_run_as_their_headers_say_and_so_does_what_they_print(
         return
     fit_and_follow(capsys, small(FOLDER / "distillation.yaml", data={**texts, "batch_size": 2}))
     fit_and_follow(capsys, small(FOLDER / "grpo.yaml", data={"batch_size": 2, "val_batch_size": 2}))
+    fit_and_follow(capsys, small(FOLDER / "on_policy_distillation.yaml", data={**asked, "max_length": 256}))
+    few = {"samples": 2, "max_new_tokens": 4}
+    answers = {"prompts": "prompts.jsonl", "rollout": few, "least_reward": None, "keep_truncated": True}
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + {n}?"}) + "\n" for n in range(40)))
+    fit_and_follow(capsys, small(FOLDER / "best_of_n.yaml", data={"answers": answers, "val_fraction": 0.2}))
     asked_and_told = [{"prompt": f"{n} + {n}?", "completion": str(2 * n)} for n in range(40)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked_and_told))
     ours = {"train": "rows.jsonl", "tokenizer": "runs/llm/base", "max_length": 64, "num_workers": 0}

@@ -20,8 +20,9 @@ from tests.data.latents.mds_kit import write_mds
 from tests.support_cli import Parts
 
 # recipe_full is an overlay, and recipe.yaml the config below it. The network of image_text waits in each forward:
-# transformers splits its images by their values on the device. grpo waits for each token that it writes.
-NOT_HERE = ("recipe_full", "image_text", "grpo")
+# transformers splits its images by their values on the device. The last three wait for each token
+# that they write.
+NOT_HERE = ("recipe_full", "image_text", "grpo", "best_of_n", "on_policy_distillation")
 TASKS = sorted(
     path
     for path in CONFIGS.rglob("*.yaml")
