@@ -111,7 +111,10 @@ class PromptData(ChecksTypes, LightningDataModule):
             self.val_rows = [rows[i] for i in sorted(order[:held_out])]
             rows = [rows[i] for i in sorted(order[held_out:])]
         if len(rows) < self.batch_size:
-            raise refusal("PromptData", "batch_size", f"at most the number of prompts, {len(rows)}", self.batch_size)
+            allowed = (
+                f"at most {len(rows)}, the number of prompts for training ({len(self.val_rows)} are for validation)"
+            )
+            raise refusal("PromptData", "batch_size", allowed, self.batch_size)
         self.train_rows = rows
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -148,8 +151,9 @@ def read_prompts(name: str) -> list[Prompt]:
             prompt = None if isinstance(row, str) else _prompt_of(row)
             if prompt is None or isinstance(row, str):
                 raise ConfigurationError(
-                    f"PromptData: {place}: a row needs a prompt (a text, or a list of messages), or messages with a "
-                    f"user's turn, got {json.dumps(row, ensure_ascii=False, default=str)[:200]}"
+                    f"PromptData: {place}: a row needs a prompt (a text, or a list of messages with role and "
+                    "content), or messages with a user's turn, got "
+                    f"{json.dumps(row, ensure_ascii=False, default=str)[:200]}"
                 )
             found.append({**row, "prompt": prompt})
     if not found:
@@ -161,10 +165,16 @@ def _prompt_of(row: dict[str, Any]) -> Any:
     prompt = row.get("prompt")
     if prompt is None and isinstance(row.get("messages"), list):
         prompt = row["messages"]
-        while prompt and prompt[-1].get("role") == "assistant":
+        while prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
             prompt = prompt[:-1]
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(turn, dict) and "content" in turn for turn in prompt):
+    if isinstance(prompt, list) and prompt and all(map(_is_turn, prompt)) and prompt[-1]["content"]:
         return prompt
     return None
+
+
+def _is_turn(turn: Any) -> bool:
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        return False
+    return isinstance(turn.get("content"), str | list) or bool(turn.get("tool_calls"))

@@ -137,7 +137,8 @@ def routers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     A router is a leaf module next to the experts whose weight is a matrix with one row for each expert.
     """
-    sizes = {name: part.get_parameter(keys[0]).shape[0] for name, part, keys in expert_stacks(root)}
+    # In a functional call, parameters are plain tensors.
+    sizes = {name: getattr(part, keys[0]).shape[0] for name, part, keys in expert_stacks(root)}
     for name, module in root.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(part) for part in module}) == 1:
             sizes.setdefault(name, len(module))

@@ -12,12 +12,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lit_efficient import CausalLMConfig, ChunkedCrossEntropy, ConfigurationError, KeepFloat32, LanguageModeling, apply
+from lit_efficient import (
+    CausalLMConfig,
+    ChunkedCrossEntropy,
+    ConfigurationError,
+    GPTConfig,
+    KeepFloat32,
+    LanguageModeling,
+    MixtureOfExperts,
+    apply,
+)
 from lit_efficient.internals.hugging_face import causal_model_of, from_config
 from lit_efficient.mechanisms.router_balance import RouterBalance, routers
+from lit_efficient.models.networks.gpt import GPT
+from lit_efficient.surgery import expert_stacks
 from tests.models.libraries.test_causal_lm import SMALL
 from tests.tasks.test_language_modeling_of_hugging_face import _corpus, _trainer
 
@@ -202,3 +214,15 @@ def test_a_fit_says_that_nothing_balances_the_experts(tmp_path: Path, caplog: py
     with caplog.at_level(logging.INFO):
         _trainer(tmp_path, max_steps=1).fit(task, _corpus(tmp_path))
     assert "Glm4MoeForCausalLM trains its routers without a balancing loss" in caplog.text
+
+
+def test_routers_are_found_during_a_functional_call() -> None:
+    """Where parameters are plain tensors, as in the reference of a task without adapters."""
+    network = GPT(GPTConfig(64, dim=32, depth=2, num_heads=2, max_length=16))
+    apply(network, MixtureOfExperts())
+    assert expert_stacks(network)
+    expected = [[name for name, _ in routers(network)]]
+    found: list[list[str]] = []
+    network.register_forward_pre_hook(lambda *_: found.append([name for name, _ in routers(network)]))
+    functional_call(network, dict(network.named_parameters()), torch.tensor([[1, 2]]))
+    assert found == expected

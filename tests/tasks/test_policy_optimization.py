@@ -314,9 +314,11 @@ def test_prompts_come_from_files_and_the_answer_is_written_after_training(tmp_pa
     run.save_checkpoint(tmp_path / "run.ckpt")
     model, _ = load_language_model(str(tmp_path / "run.ckpt"))
     assert model.generate_text("1+2=", max_new_tokens=3, seed=1) == task.generate_text("1+2=", max_new_tokens=3, seed=1)
-    (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n')
-    with pytest.raises(ConfigurationError, match="a row needs a prompt"):
-        PromptData(train=str(tmp_path / "bad.jsonl"), tokenizer=str(tmp_path / "base")).setup()
+    turns = ('["hi"]', '[{"content": "a"}]', '[{"role": "user", "content": null}]')
+    for bad in ('{"question": "a"}', *(f'{{"messages": {one}}}' for one in turns)):
+        (tmp_path / "bad.jsonl").write_text(bad)
+        with pytest.raises(ConfigurationError, match="a row needs a prompt"):
+            PromptData(train=str(tmp_path / "bad.jsonl"), tokenizer=str(tmp_path / "base")).setup()
 
 
 @pytest.mark.turns(4, family="ranks")

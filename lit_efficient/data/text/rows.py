@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +43,11 @@ STDLIB_JUDGED = "stdlib-judged"
 STDLIB_MODULES = "stdlib-modules"
 STDLIB_DOCSTRINGS = "stdlib-docstrings"
 ROW_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson", ".json", ".csv", ".tsv", ".tab", ".parquet")
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 _TABS = (".tsv", ".tab")
 _COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}
@@ -75,7 +81,8 @@ def open_sources(
             files, folder written by ``Dataset.save_to_disk``, ``stdlib-instructions``, ``stdlib-packages``,
             ``stdlib-preferences``, ``stdlib-judged``, ``stdlib-modules``, ``stdlib-docstrings``, name of a data set on
             the Hugging Face hub, or address of a file ("https://...", "s3://...", "file://...").
-        split: Split of a Hugging Face data set.
+        split: Split of a Hugging Face data set. In a folder with files of rows for several splits, such as
+            ``data/train-00000.parquet``, only its files are read.
         subset: Configuration of a Hugging Face data set.
         streaming: Read a data set of the hub while it is downloaded.
 
@@ -111,21 +118,21 @@ def open_sources(
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return [_saved(path, split)]
-        return _folder(path, name)
+        return _folder(path, name, split)
     # A misspelt path must not be looked up on the hub.
     if _suffix(path) in ROW_SUFFIXES + TEXT_SUFFIXES or path.is_absolute() or name.startswith((".", "~")):
         raise ConfigurationError(f"{name}: no such file or folder (looked for {path.absolute()}).")
     return [_hub(name, split, subset, streaming)]
 
 
-def _folder(path: Path, name: str) -> list[Source]:
+def _folder(path: Path, name: str, split: str) -> list[Source]:
     """Return the sources of a folder: its files of rows, or else its texts and .json files."""
     found = sorted(file for file in path.rglob("*") if file.is_file())
     files = [file for file in found if _suffix(file) in ROW_SUFFIXES + TEXT_SUFFIXES]
     # A .json file may be a description of the data, as in many folders of the hub.
     rows = [file for file in files if _suffix(file) in ROW_SUFFIXES and _suffix(file) != ".json"]
     # With files of rows, texts such as a README are no data.
-    files = rows or files
+    files = _of_split(rows, path, split) or files
     if not files:
         raise ConfigurationError(f"{name}: the folder holds no data. Supported are {READ}.")
     taken = set(files)
@@ -134,6 +141,19 @@ def _folder(path: Path, name: str) -> list[Source]:
         kind = "rows" if rows else "text"
         rank_zero_info(f"{name}: {len(files)} files of {kind}; passed over {listed(passed, 5)}")
     return [replace(_file(file, file.relative_to(path).as_posix()), folder=path) for file in files]
+
+
+def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
+    """Return the files that are named after a split, if others are named after another split, as on the hub."""
+    of = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", file.relative_to(folder).as_posix().lower())
+        of[file] = {name for name, others in _SPLITS.items() if others & {*words}}
+    wanted = {name for name, others in _SPLITS.items() if split.lower() in others}
+    own = [file for file in files if of[file] & wanted]
+    if own and any(found - wanted for found in of.values()):
+        return own
+    return files
 
 
 def _of_memory(name: str, rows: list[Content]) -> Source:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import load_dataset
 
 from lit_efficient import ConfigurationError, LanguageData
 from lit_efficient.data.text.chat_formats import recognise
@@ -185,3 +186,15 @@ def test_a_large_source_is_hashed_once_until_it_changes(tmp_path: Path, monkeypa
     assert (first, len(hashed)) == (again, 1)
     source.write_text("another text of as many bytes")
     assert open_sources(str(source))[0].digest != first
+
+
+def test_of_a_folder_with_splits_only_one_is_read(tmp_path: Path) -> None:
+    """As by load_dataset: the rows of a test split would be learned silently."""
+    folder = tmp_path / "rows"
+    (folder / "data").mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001", "validation-00000-of-00001"):
+        (folder / f"data/{name}.jsonl").write_text(json.dumps({"text": name}))
+    for split in ("train", "validation", "test"):
+        found = [row for source in open_sources(str(folder), split=split) for _, row in source.rows()]
+        theirs = load_dataset(str(folder), split=split, cache_dir=str(tmp_path / "cache"))
+        assert [row["text"] for row in found] == list(theirs["text"])
