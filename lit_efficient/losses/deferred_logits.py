@@ -233,7 +233,12 @@ class _DeferringNetwork:
         return output
 
     def token_losses(
-        self, targets: Tensor, learned: int | None = None, weighting: TokenWeighting | None = None, **inputs: object
+        self,
+        targets: Tensor,
+        learned: int | None = None,
+        weighting: TokenWeighting | None = None,
+        temperature: float = 1.0,
+        **inputs: object,
     ) -> tuple[Tensor, object]:
         """Compute the loss of each token, for callers that weight tokens or samples.
 
@@ -242,12 +247,18 @@ class _DeferringNetwork:
             learned: Upper bound on the number of targets that count, if the host knows it. A GPU then skips the
                 ignored ones.
             weighting: Weights of tokens that depend on their logits. They are part of the returned losses.
+            temperature: Divides the logits.
             inputs: Inputs of the network's forward, without labels.
 
         Returns:
             Losses [B, T], 0 where a target is ignored, and the output of the network, whose own loss must not be used.
         """
-        self._wanted = {"targets": targets, "learned": learned, "weighting": weighting}
+        self._wanted = {
+            "targets": targets,
+            "learned": learned,
+            "weighting": weighting,
+            "temperature": temperature,
+        }
         try:
             output = self(labels=targets, **inputs)  # type: ignore[operator]
             return self._wanted["losses"], output
@@ -281,6 +292,8 @@ class _DeferringNetwork:
         terms = TokenLoss(ignore_index)
         if self.training:
             terms = TokenLoss(ignore_index, settings.label_smoothing, settings.z_loss)
+        if self._wanted is not None and self._wanted["temperature"] != 1:
+            logits = logits / self._wanted["temperature"]
         terms = logits.terms(terms)
         head: Any = output_head(self)  # type: ignore[arg-type]
         if own is token_losses or self._wanted is not None:

@@ -15,6 +15,13 @@
     k3            loss + b (p_ref / p - log(p_ref / p) - 1) for each token
     k3_weighted   the same times the ratio of probabilities, whose gradient is that of the divergence (DeepSeek-V3.2)
 
+    w_t = p_old(token t) / p_drawn(token t),  p_drawn the distribution that the generator drew from
+    token         the loss of a token, without the divergence, times min(w_t, cap)                (truncated weights)
+    sequence      that of a sample times the product of its w_t, or 0 if this is above the cap    (masked weights)
+
+All probabilities are those at the temperature of generation. w_t differs from 1 where generation rounds in another way
+than training (another program or number format), and where top-k, top-p and min-p leave out tokens.
+
 k1 is part of the reward, because as a loss its gradient vanishes in expectation. A reward that is NaN leaves its sample
 out: it is in no mean of rewards, and its advantage is 0. reinforce++ normalises over the samples of a micro-batch in
 all processes, and no other loss depends on how an optimizer step is divided into micro-batches.
@@ -22,7 +29,8 @@ all processes, and no other loss depends on how an optimizer step is divided int
 Sources: GRPO https://arxiv.org/abs/2402.03300, Dr. GRPO https://arxiv.org/abs/2503.20783, DAPO
 https://arxiv.org/abs/2503.14476, GSPO https://arxiv.org/abs/2507.18071, RLOO https://arxiv.org/abs/2402.14740,
 REINFORCE++ https://arxiv.org/abs/2501.03262, k1 and k3 http://joschu.net/blog/kl-approx.html, DeepSeek-V3.2
-https://arxiv.org/abs/2512.02556.
+https://arxiv.org/abs/2512.02556, truncated weights https://fengyao.notion.site/off-policy-rl, masked weights
+https://richardli.xyz/rl-collapse.
 """
 
 from collections.abc import Callable
@@ -36,6 +44,7 @@ from lit_efficient.errors import check_choice, check_number, checks_types, refus
 
 Kind = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++"]
 KL = Literal["none", "k1", "k3", "k3_weighted"]
+Correction = Literal["none", "token", "sequence"]
 KINDS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++")
 PER_TOKEN = ("dapo", "reinforce++")  # means over the tokens of all samples
 _IN_LOSS = ("k3", "k3_weighted")
@@ -64,6 +73,9 @@ class PolicyLoss:
             rewards.
         overlong: Number of tokens before ``max_new_tokens`` over which a penalty grows from 0 to 1. It is subtracted
             from the reward (DAPO). 0: no penalty.
+        correction: Weights for the difference between the probabilities of generation and of training: ``token``
+            (truncated), ``sequence`` (masked), or ``none``.
+        cap: Largest weight, at least 1.
     """
 
     kind: Kind = "grpo"
@@ -73,6 +85,8 @@ class PolicyLoss:
     beta: float = 0.0
     mask_truncated: bool = False
     overlong: int = 0
+    correction: Correction = "token"
+    cap: float = 3.0
 
     def __post_init__(self) -> None:
         check_choice("PolicyLoss", "kind", self.kind, KINDS)
@@ -81,6 +95,8 @@ class PolicyLoss:
         check_number("PolicyLoss", "clip_high", self.clip_high, above=0, null=True)
         check_number("PolicyLoss", "beta", self.beta, least=0)
         check_number("PolicyLoss", "overlong", self.overlong, least=0, whole=True)
+        check_choice("PolicyLoss", "correction", self.correction, ("none", "token", "sequence"))
+        check_number("PolicyLoss", "cap", self.cap, least=1)
         if (self.kl == "none") != (self.beta == 0):
             raise refusal("PolicyLoss", "beta", "above 0 with a kl, and 0 without", self.beta)
 
@@ -179,6 +195,7 @@ def policy_loss(
     reference: Tensor | None = None,
     longest: int = 0,
     tokens: Tensor | None = None,
+    drawn: Tensor | None = None,
 ) -> PolicyResult:
     """Return the loss of a batch of samples.
 
@@ -191,6 +208,8 @@ def policy_loss(
         reference: Log-probabilities under the reference, for a ``kl`` that is part of the loss.
         longest: Largest number of tokens of an answer, for dr_grpo.
         tokens: Number of tokens to divide by for dapo and reinforce++. None: those of the mask.
+        drawn: Log-probabilities under the distribution that the tokens were drawn from, for the correction. None: no
+            correction.
     """
     low, high = how.limits
     weight = mask.to(log_probs.dtype)
@@ -204,6 +223,8 @@ def policy_loss(
         log_ratio = log_ratio.sum(1, keepdim=True)
     ratio = log_ratio.clamp(max=_MOST).exp()
     losses = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    if drawn is not None and how.correction != "none":
+        losses = losses * _importance(how, (old - drawn) * weight)
     divergence = torch.zeros_like(log_probs)
     if reference is not None:
         gap = (reference - log_probs).clamp(max=_MOST)
@@ -212,6 +233,8 @@ def policy_loss(
     if how.kl == "k3_weighted":
         penalty = penalty * ratio
     if how.kind == "rloo":
+        if losses.shape == weight.shape:
+            losses = (losses * weight).sum(1) / counts
         loss = losses.mean()
         if how.kl in _IN_LOSS:
             loss = loss + (penalty * weight).sum(1).mean()
@@ -232,6 +255,20 @@ def policy_loss(
         clipped_low = _mean(below.to(weight.dtype), share)
         clipped_high = _mean(above.to(weight.dtype), share)
         return PolicyResult(loss, clipped_low, clipped_high, _mean(divergence, weight))
+
+
+def _importance(how: PolicyLoss, log_ratio: Tensor) -> Tensor:
+    """Return the weights of tokens ``[N, T]`` or of samples ``[N, 1]``.
+
+    Args:
+        how: The loss.
+        log_ratio: Logarithm of the ratio of the probabilities of training to those of generation, ``[N, T]``, 0 for
+            tokens that do not count.
+    """
+    if how.correction == "token":
+        return log_ratio.exp().clamp(max=how.cap)
+    ratio = log_ratio.sum(1, keepdim=True).exp()
+    return torch.where(ratio > how.cap, 0.0, ratio)
 
 
 def _mean(values: Tensor, weight: Tensor) -> Tensor:

@@ -548,9 +548,15 @@ class LanguageModeling(ChecksTypes, LightningModule):
         self.tokenizer_state = state
 
     def _losses(
-        self, batch: dict[str, Tensor], weighting: TokenWeighting | None = None
+        self, batch: dict[str, Tensor], weighting: TokenWeighting | None = None, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return losses and targets ``[B, T]``, and the balancing loss of a mixture of experts, if it has one."""
+        """Return losses and targets ``[B, T]``, and the balancing loss of a mixture of experts, if it has one.
+
+        Args:
+            batch: The batch.
+            weighting: Weights of tokens.
+            temperature: Divides the logits.
+        """
         network: Any = self._built()
         targets = targets_of(batch)
         inputs = self._rows.arguments(network, batch, self._agree)
@@ -565,12 +571,14 @@ class LanguageModeling(ChecksTypes, LightningModule):
                 known = None
                 if counted is not None and counted[0] == targets.numel():  # this is the batch that was counted
                     known = counted[1]
-                losses, output = network.token_losses(arranged, known, weighting, **inputs)
-            elif isinstance(network, GPT) and weighting is None:
+                losses, output = network.token_losses(arranged, known, weighting, temperature, **inputs)
+            elif isinstance(network, GPT) and weighting is None and temperature == 1:
                 losses = output = network(**inputs, labels=arranged)
             else:
                 output = network(**inputs)
                 logits = output if isinstance(output, Tensor) else output.logits
+                if temperature != 1:
+                    logits = logits.float() / temperature
                 losses = token_losses(logits, arranged)
                 if weighting is not None:
                     losses = losses * weighting(logits, arranged)

@@ -66,8 +66,9 @@ class PolicyOptimization(ReferenceTask):
     Logs under ``train/``: ``loss``, ``reward``, ``reward/NAME`` of each function, ``reward_std`` (mean over prompts),
     ``equal_rewards`` (share of prompts whose samples all have one reward), ``failed`` (share of samples without a
     reward), ``length``, ``truncated`` (share), ``entropy`` (estimate: minus the mean log-probability of the tokens),
-    ``clipped_low``, ``clipped_high``, ``kl`` (k3), and ``rounding``, the mean difference between the log-probabilities
-    of generation and of training. Under ``val/`` and ``test/``: ``reward``, ``reward/NAME``, ``length`` and
+    ``clipped_low``, ``clipped_high``, ``kl`` (k3), ``rounding``, the mean difference between the log-probabilities of
+    the tokens when they were drawn and in training, and ``importance`` and ``importance_max``, the mean and the largest
+    ratio of these probabilities. Under ``val/`` and ``test/``: ``reward``, ``reward/NAME``, ``length`` and
     ``truncated`` of one sample of each prompt.
 
     Args:
@@ -163,10 +164,12 @@ class PolicyOptimization(ReferenceTask):
         if held.old is None:
             held.old = log_probs.detach()
             mask = self._mask(held)
-            apart = (held.drawn - held.old).abs()[mask]
+            apart = (held.old - held.drawn)[mask]
             held.figures |= {
                 "entropy": _mean(-held.old[mask]),
-                "rounding": _mean(apart),
+                "rounding": _mean(apart.abs()),
+                "importance": _mean(apart.exp()),
+                "importance_max": float(apart.exp().max()) if len(apart) else 0.0,
             }
             for name, value in held.figures.items():
                 self.log(f"train/{name}", value, batch_size=self.num_tokens(batch), prog_bar=name == "reward")
@@ -224,11 +227,12 @@ class PolicyOptimization(ReferenceTask):
             held.reference,
             self.rollout.max_new_tokens,
             tokens,
+            held.drawn,
         )
 
     def _token_log_probs(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability of each token but the first ``[N, T - 1]``, and the balancing loss of experts."""
-        losses, _, router_loss = self._losses(rows)
+        losses, _, router_loss = self._losses(rows, temperature=self.rollout.temperature)
         return -losses[:, : rows["labels"].shape[1] - 1], router_loss
 
     def experience(self, batch: Mapping[str, Any], seed: int) -> Experience:

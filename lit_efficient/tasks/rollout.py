@@ -30,7 +30,7 @@ class Rollout:
     Args:
         samples: Samples of each prompt.
         max_new_tokens: Largest number of tokens of a sample. In a conversation, of all turns of the model together.
-        temperature: Divides the logits, above 0. The loss is that of the network without temperature.
+        temperature: Divides the logits, above 0. The policy that trains has this temperature, too.
         top_p: Draw from the most likely tokens that together have this probability, in (0, 1].
         top_k: Draw from this many most likely tokens. 0 is all.
         min_p: Draw from tokens whose probability is at least this share of the largest one, in [0, 1].
@@ -233,7 +233,7 @@ class Experience:
         rows: ``input_ids``, ``labels`` and ``attention_mask`` of prompts with their samples, ``[N, T]``, padded on the
             right.
         advantage: ``[N]``, or ``[N, T]`` for each token.
-        drawn: Log-probabilities of the tokens when they were drawn, without temperature and filters, ``[N, T]``.
+        drawn: Log-probabilities of the tokens under the distribution that they were drawn from, ``[N, T]``.
         old: Log-probabilities under the policy of the first step with these samples. None before it.
         reference: Log-probabilities under the reference. None without a KL.
         figures: Figures to log.
@@ -276,5 +276,5 @@ def joined(
         rows["input_ids"][i, : len(ids)] = ids
         rows["labels"][i, : len(ids)] = ids.where(own, IGNORE)
         rows["attention_mask"][i, : len(ids)] = 1
-        drawn[i, : len(ids)][own] = torch.tensor(samples[i].log_probs)
+        drawn[i, : len(ids)][own] = torch.tensor(samples[i].drawn_log_probs)
     return {name: tensor.to(device) for name, tensor in rows.items()}, drawn[:, 1:].to(device)

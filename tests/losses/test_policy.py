@@ -20,6 +20,8 @@ from lit_efficient.losses.policy import (
     policy_loss,
     token_advantages,
 )
+from lit_efficient.models.generation.batched import generate
+from lit_efficient.models.generation.sampling import Sampling
 from tests.tasks.test_text_generation import writer
 
 LONGEST = 7
@@ -49,7 +51,9 @@ def _slow_advantages(rewards: list[float], group: int, kind: str) -> list[float]
     return found
 
 
-def _slow_loss(how: PolicyLoss, new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, reference: Tensor) -> Tensor:
+def _slow_loss(
+    how: PolicyLoss, new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, reference: Tensor, drawn: Tensor
+) -> Tensor:
     low, high = how.limits
     each, tokens = [], 0
 
@@ -61,6 +65,15 @@ def _slow_loss(how: PolicyLoss, new: Tensor, old: Tensor, advantage: Tensor, mas
         tokens += len(places)
         gaps = [new[i, t] - old[i, t] for t in places]
         total = sum(gaps, start=torch.zeros(()))
+        weights = [min(math.exp(old[i, t] - drawn[i, t]), how.cap) for t in places]
+        if how.correction == "sequence":
+            product = math.exp(sum(float(old[i, t] - drawn[i, t]) for t in places))
+            weights = [product if product <= how.cap else 0.0] * len(places)
+        elif how.correction == "none":
+            weights = [1.0] * len(places)
+        mean = float(how.correction != "token")  # of a sample without tokens, which has no gradient
+        if places:
+            mean = sum(weights) / len(weights)
         k3 = [(reference[i, t] - new[i, t]).exp() - (reference[i, t] - new[i, t]) - 1 for t in places]
         if how.kl == "none":
             k3 = []
@@ -69,14 +82,15 @@ def _slow_loss(how: PolicyLoss, new: Tensor, old: Tensor, advantage: Tensor, mas
             k3 = [one * ratio.exp() for one, ratio in zip(k3, ratios)]
         penalty = sum((how.beta * one for one in k3), start=torch.zeros(()))
         if how.kind == "rloo":
-            each.append(clipped(total.exp(), advantage[i]) + penalty)
+            each.append(clipped(total.exp(), advantage[i]) * mean + penalty)
         elif how.kind == "gspo":
             each.append(
-                clipped((total / max(len(places), 1)).exp(), advantage[i]) * bool(places)
+                clipped((total / max(len(places), 1)).exp(), advantage[i]) * mean * bool(places)
                 + penalty / max(len(places), 1)
             )
         else:
-            losses = sum((clipped(gap.exp(), advantage[i]) for gap in gaps), start=torch.zeros(())) + penalty
+            losses = [weight * clipped(gap.exp(), advantage[i]) for gap, weight in zip(gaps, weights)]
+            losses = sum(losses, start=torch.zeros(())) + penalty
             each.append(losses / max(len(places), 1) if how.kind == "grpo" else losses)
     if how.kind == "dr_grpo":
         return torch.stack(each).sum() / (len(each) * LONGEST)
@@ -103,9 +117,13 @@ def test_losses_and_advantages_are_those_of_a_loop(kind: Any) -> None:
         reference = new.detach() + 0.4 * torch.randn_like(new)
         mask = torch.arange(LONGEST) < torch.randint(LONGEST + 1, (len(rewards), 1))
         kl: Any = draw.choice(["none", "k3", "k3_weighted"])
-        how = PolicyLoss(kind, draw.choice([None, 0.1]), draw.choice([None, 0.3]), kl, 0.0 if kl == "none" else 0.2)
-        done = policy_loss(how, new, old, found, mask, None if kl == "none" else reference, LONGEST)
-        slow = _slow_loss(how, new, old, found, mask, reference) + 0 * new.sum()  # of no tokens, too
+        clip = draw.choice([None, 0.1]), draw.choice([None, 0.3])
+        beta = 0.0 if kl == "none" else 0.2
+        correction: Any = draw.choice(["none", "token", "sequence"])
+        how = PolicyLoss(kind, *clip, kl, beta, correction=correction, cap=1.2)
+        drawn = old + 0.4 * torch.randn_like(new)
+        done = policy_loss(how, new, old, found, mask, None if kl == "none" else reference, LONGEST, None, drawn)
+        slow = _slow_loss(how, new, old, found, mask, reference, drawn) + 0 * new.sum()  # of no tokens, too
         torch.testing.assert_close(done.loss, slow, atol=1e-6, rtol=1e-5)
         ours, theirs = (torch.autograd.grad(loss, new)[0] for loss in (done.loss, slow))
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
@@ -148,6 +166,8 @@ def test_an_answer_is_penalised_over_the_last_tokens() -> None:
         ({"clip_low": 1.5}, "clip_low must be above 0 and at most 1"),
         ({"kl": "k3"}, "beta must be above 0 with a kl"),
         ({"beta": 0.1}, "beta must be above 0 with a kl"),
+        ({"correction": "tis"}, "correction must be one of"),
+        ({"cap": 0.5}, "cap must be at least 1"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], sentence: str) -> None:
@@ -169,7 +189,42 @@ TRL = [
     ("gspo", {"loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4, "importance_sampling_level": "sequence"}),
     ("rloo", {"epsilon": 0.2, "beta": 0.0}),
     ("rloo", {"epsilon": 0.2, "beta": 0.3}),
+    ("grpo", {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.3, "temperature": 0.7}),
+    ("rloo", {"epsilon": 0.2, "beta": 0.3, "temperature": 1.5}),
+    ("grpo", {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.3, "vllm_importance_sampling_mode": "token_truncate"}),
+    (
+        "dapo",
+        {
+            **{"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+            **{"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 2.0},
+        },
+    ),
+    (
+        "gspo",
+        {
+            **{"loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4, "importance_sampling_level": "sequence"},
+            **{"temperature": 0.7, "vllm_importance_sampling_mode": "token_truncate"},
+        },
+    ),
 ]
+
+
+class _Engine:
+    """In the place of vLLM: tokens of another network at a temperature, with their log-probabilities."""
+
+    def __init__(self, network: Any, temperature: float) -> None:
+        self.network = network
+        self.temperature = temperature
+        self.drawn: list[list[float]] = []
+
+    def sync_weights(self) -> None:
+        """Nothing: the weights are those of another network on purpose."""
+
+    def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, Any, Any, Any]:
+        how = {"sampling": Sampling(self.temperature, 1.0), "seeds": range(len(prompts)), "stop": {1}}
+        samples = generate(self.network, prompts, 12, **how)
+        self.drawn = [sample.drawn_log_probs for sample in samples]
+        return prompts, [sample.tokens for sample in samples], [[[one] for one in row] for row in self.drawn], None
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -196,6 +251,17 @@ def test_losses_gradients_and_advantages_are_those_of_trl(kind: Any, theirs: dic
         processing_class=tokenizer,
     )
     trainer.current_gradient_accumulation_steps = 1
+    temperature = theirs.get("temperature", 1.0)
+    mode = theirs.get("vllm_importance_sampling_mode")
+    if mode:
+        other = type(network).from_pretrained(tmp_path / "base").eval()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        trainer.use_vllm = True
+        trainer._last_loaded_step = -1
+        trainer.vllm_generation = _Engine(other, temperature)
     torch.manual_seed(2)
     beta = theirs.get("beta", 0.0)
     if beta:
@@ -215,7 +281,7 @@ def test_losses_gradients_and_advantages_are_those_of_trl(kind: Any, theirs: dic
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         logits = network(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False).logits
         logits = logits[:, -completions.shape[1] - 1 : -1]
-        return logits.log_softmax(-1).gather(-1, completions[..., None])[..., 0]
+        return (logits / temperature).log_softmax(-1).gather(-1, completions[..., None])[..., 0]
 
     torch.manual_seed(1)
     rewards = torch.tensor(scores)
@@ -230,7 +296,17 @@ def test_losses_gradients_and_advantages_are_those_of_trl(kind: Any, theirs: dic
             assert float((reference - now)[mask].abs().max()) > 0.05
     weighted = "k3_weighted" if theirs.get("use_bias_correction_kl", True) else "k3"
     kl: Any = "none" if not beta else "k1" if rloo else weighted
-    how = PolicyLoss(kind, kl=kl, beta=beta)
+    correction: Any = mode.split("_")[0] if mode else "none"
+    cap = theirs.get("vllm_importance_sampling_clip_max", 3.0)
+    how = PolicyLoss(kind, kl=kl, beta=beta, correction=correction, cap=cap)
+    drawn = None
+    if mode:
+        drawn = now.clone()
+        drawn[mask] = torch.tensor([one for row in trainer.vllm_generation.drawn for one in row])
+        weights = ((now - drawn) * mask).sum(1, keepdim=True) if correction == "sequence" else (now - drawn)[mask]
+        assert float(weights.exp().min()) < 0.8
+        assert float(weights.exp().max()) > how.cap  # so that the cap counts
+        drawn = drawn + old - now
     if rloo:
         inputs["old_logps"] = (old * mask).sum(1)
         if reference is not None:
@@ -240,7 +316,7 @@ def test_losses_gradients_and_advantages_are_those_of_trl(kind: Any, theirs: dic
     torch.testing.assert_close(found, inputs["advantages"], atol=1e-5, rtol=1e-5)
     parameters = list(network.parameters())
     expected = trainer._compute_loss(network, inputs)
-    done = policy_loss(how, log_probs(), old, found, mask, None if rloo else reference, 12)
+    done = policy_loss(how, log_probs(), old, found, mask, None if rloo else reference, 12, None, drawn)
     torch.testing.assert_close(done.loss, expected, atol=1e-5, rtol=1e-5)
     gradients = [torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (done.loss, expected)]
     largest = max(1.0, *(float(one.abs().max()) for one in gradients[1] if one is not None))

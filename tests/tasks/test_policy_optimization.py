@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_efficient import (
     CausalLMConfig,
+    ChunkedCrossEntropy,
     ExactResume,
     GPTConfig,
     LoRA,
@@ -33,6 +34,7 @@ from lit_efficient.losses.policy import KINDS
 from lit_efficient.tasks.loading import load_language_model
 from lit_efficient.tasks.rewards import numeric_answer
 from tests import support
+from tests.models.libraries.test_causal_lm import FAMILIES
 from tests.processes import run_ranks
 from tests.tasks.test_text_generation import writer
 
@@ -366,3 +368,43 @@ def _in_ranks(loss: PolicyLoss) -> None:
     found = _trained(loss, Path(), devices=2, strategy="ddp")
     if torch.distributed.get_rank() == 0:
         torch.save(found, "ranks.pt")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("family", ["gpt", "llama", "gemma2"])
+def test_the_policy_that_trains_has_the_temperature_of_generation(family: str, chunked: bool, tmp_path: Path) -> None:
+    """The drawn log-probabilities are those of the training forward, and the loss's gradient is that of logits / T."""
+    model: Any = GPT
+    if family != "gpt":
+        model = CausalLMConfig(config_fields={**FAMILIES[family], "vocab_size": 300, "initializer_range": 0.2})
+    task = _task(model=model, rollout=Rollout(samples=4, max_new_tokens=6, temperature=0.7))
+    run = trainer(default_root_dir=tmp_path, max_steps=1, callbacks=[ChunkedCrossEntropy()] if chunked else [])
+    run.fit(task, _loader())
+    assert float(run.callback_metrics["train/rounding"]) < 1e-5
+    assert float(run.callback_metrics["train/importance_max"]) == pytest.approx(1, abs=1e-5)
+    held = task.experience(prompt_batch(ROWS[:2]), 3)
+    ids, mask = held.rows["input_ids"], held.rows["labels"][:, 1:] != -100
+    with torch.no_grad():
+        for parameter in task.parameters():
+            parameter.mul_(1.5)  # large logits, so that a soft cap has an effect
+    ours = task._token_log_probs(held.rows)[0][mask]
+    output = task.network(ids) if family == "gpt" else task.network(ids, attention_mask=held.rows["attention_mask"])  # type: ignore[misc]
+    logits = output if family == "gpt" else output.logits
+    theirs = (logits / 0.7).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0][mask]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
+    gradients = [torch.autograd.grad(one.mean(), parameters) for one in (ours, theirs)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+
+def test_tokens_of_filtered_draws_have_a_smaller_weight(tmp_path: Path) -> None:
+    """The filtered distribution gives its tokens more probability than the policy."""
+    task = _task(rollout=Rollout(samples=4, max_new_tokens=6, top_k=20))
+    run = trainer(default_root_dir=tmp_path, max_steps=1)
+    run.fit(task, _loader())
+    held = task.experience(prompt_batch(ROWS), 3)
+    log_probs = task._token_log_probs(held.rows)[0].detach()
+    mask = held.rows["labels"][:, 1:] != -100
+    weights = (log_probs - held.drawn)[mask].exp()
+    assert 0.05 < float(weights.min()) < float(weights.max()) < 0.3
+    assert 0.05 < float(run.callback_metrics["train/importance"]) < 0.3
