@@ -29,10 +29,11 @@ MOST = 10
 # there already, so that a block for them would take one name away and rename two for every user. MuonAdamW: each is a
 # key of `param_groups`, which users give groups of their own, schedules write and checkpoints hold, as of all of
 # torch's optimizers; a block would be one name in the constructor, and others in the groups. LatentDiffusion:
-# `override` names some of the other ten.
+# `override` names some of the other ten. TextEncoderConfig: its place, number format and variant are those of
+# DiffusersModelConfig, under the same names.
 EXEMPT = {"ChatDataModule", "EncodedData", "ImageData", "LanguageData", "PhotoCrops", "PreferenceData", "PythonCorpus"}
 EXEMPT |= {"EmbeddingData", "LabelledTextData", "Preference", "Recipe", "UnpairedPreferenceData"}
-EXEMPT |= {"LatentDiffusion", "LoRA", "MuonAdamW"}
+EXEMPT |= {"LatentDiffusion", "LoRA", "MuonAdamW", "TextEncoderConfig"}
 EXEMPT |= {"BackboneShape", "Card", "Measured", "Plan", "Trace", "VariantResult"}  # records, not written by hand
 
 

@@ -53,7 +53,7 @@ class PipelineSettings:
         self.rows: list[Row] = []
         self.meaning: PipelineMeaning | None = None
         if isinstance(backbone, DiffusersModelConfig) and not backbone.draws_weights:
-            self.meaning = read_meaning(str(backbone.name_or_path), backbone.subfolder, backbone.revision)
+            self.meaning = read_meaning(backbone.place, backbone.subfolder, backbone.revision)
         if self.meaning is not None and self.meaning.scaling is not None:
             self.note("vae_scaling", _scaling_text(*self.meaning.scaling), "-", _UNKNOWN)
         if self.meaning is not None and self.meaning.text is not None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from lit_efficient import DiffusersModelConfig, LatentDiffusion, Samples
+from lit_efficient import ConfigurationError, DiffusersModelConfig, LatentDiffusion, Samples
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.timesteps import sample_timesteps, shift_times
+from lit_efficient.models.libraries.autoencoders import build_autoencoder
 from lit_efficient.models.libraries.latent_codec import LatentCodec, find_autoencoder
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
 from lit_efficient.tasks.latent_sampling import guided
@@ -215,3 +218,96 @@ def test_a_fixed_shift_gives_the_times_of_the_training_script_of_sd3(tmp_path: P
     assert module.timestep_sampling.distribution == "logit_normal"
     assert module.timestep_sampling.shift == module.sampler.shift == 3.0
     torch.testing.assert_close(shift_times(1 - u, 3.0), theirs)
+
+
+@pytest.mark.parametrize("family", ["sdxl"])
+def test_a_folder_with_the_variant_fp16_alone(family: str, tmp_path: Path) -> None:
+    pipeline = tiny_pipelines.written(family, tmp_path / "float32").to(torch.float16)
+    pipeline.save_pretrained(tmp_path / "fp16", variant="fp16")
+    assert not list((tmp_path / "fp16").rglob("model.safetensors"))
+    check_predictions(ours_from(tmp_path / "fp16"), pipeline.to(torch.float32), 5.0, None)
+
+
+def test_a_checkpoint_in_one_file_with_the_configurations_of_a_folder(tmp_path: Path) -> None:
+    pipeline = tiny_pipelines.written("sd15", tmp_path / "folder", prediction_type="v_prediction")
+    save_file(one_file(pipeline), tmp_path / "civitai.safetensors")
+    configs = tmp_path / "configs"
+    shutil.copytree(tmp_path / "folder", configs, ignore=shutil.ignore_patterns("*.safetensors"))
+    named = (str(tmp_path / "civitai.safetensors"), str(configs))
+    module = LatentDiffusion(DiffusersModelConfig(named[0], config=named[1]), samples=Samples(0))
+    module.text_encoder = TextEncoder.load(TextEncoderConfig(named[0], config=named[1]))
+    module.configure_model()
+    assert module.prediction == "v"
+    check_predictions(module.eval(), pipeline, 5.0, "Blurry")
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    codec = LatentCodec.declared(find_autoencoder(DiffusersModelConfig(named[0], config=named[1])))  # type: ignore[arg-type]
+    theirs = pipeline.vae.decode(latents / pipeline.vae.config.scaling_factor).sample.clamp(-1, 1)
+    torch.testing.assert_close(codec.decode(latents), theirs)
+
+
+def test_what_a_file_lacks_is_refused(tmp_path: Path) -> None:
+    pipeline = tiny_pipelines.written("sd15", tmp_path / "folder")
+    file = str(tmp_path / "some.safetensors")
+    with pytest.raises(ConfigurationError, match=r"name_or_path must be an existing .safetensors file with config"):
+        DiffusersModelConfig(file, config=str(tmp_path / "folder"))
+    whole = one_file(pipeline)
+    save_file({name: tensor for name, tensor in whole.items() if not name.startswith("first_stage")}, file)
+    spec = DiffusersModelConfig(file, config=str(tmp_path / "folder"))
+    with pytest.raises(ConfigurationError, match=r"some.safetensors has no AutoencoderKL of .*/vae"):
+        build_autoencoder(spec)
+    with pytest.raises(ConfigurationError, match=r"some.safetensors is a checkpoint in one file. Set config to"):
+        build_autoencoder(DiffusersModelConfig(file))
+    save_file({name: tensor for name, tensor in whole.items() if "output_blocks.3" not in name}, file)
+    with pytest.raises(ConfigurationError, match=r"UNet2DConditionModel"):
+        LatentDiffusion(spec, samples=Samples(0)).configure_model()
+
+
+def one_file(pipeline: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a Stable Diffusion with two blocks a side in the layout of its authors."""
+    names = {"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"}
+    names |= {"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"}
+    names |= {"mid_block.resnets.0": "middle_block.0", "mid_block.attentions.0": "middle_block.1"}
+    names |= {"mid_block.resnets.1": "middle_block.2", "down_blocks.0.downsamplers.0.conv": "input_blocks.2.0.op"}
+    names |= {"down_blocks.0.resnets.0": "input_blocks.1.0", "down_blocks.0.attentions.0": "input_blocks.1.1"}
+    names |= {"down_blocks.1.resnets.0": "input_blocks.3.0", "up_blocks.0.upsamplers.0.conv": "output_blocks.1.1.conv"}
+    for layer in range(2):
+        names[f"up_blocks.0.resnets.{layer}"] = f"output_blocks.{layer}.0"
+        names[f"up_blocks.1.resnets.{layer}"] = f"output_blocks.{2 + layer}.0"
+        names[f"up_blocks.1.attentions.{layer}"] = f"output_blocks.{2 + layer}.1"
+    unet = renamed(pipeline.unet, names, RESNET)
+    of_vae = {"quant_conv": "quant_conv", "post_quant_conv": "post_quant_conv"}
+    for side in ("encoder", "decoder"):
+        of_vae |= {f"{side}.{name}": f"{side}.{name}" for name in ("conv_in", "conv_out")}
+        of_vae |= {f"{side}.conv_norm_out": f"{side}.norm_out", f"{side}.mid_block.attentions.0": f"{side}.mid.attn_1"}
+        of_vae |= {f"{side}.mid_block.resnets.{i}": f"{side}.mid.block_{i + 1}" for i in range(2)}
+    for block in range(4):
+        of_vae[f"encoder.down_blocks.{block}.downsamplers.0"] = f"encoder.down.{block}.downsample"
+        of_vae[f"decoder.up_blocks.{block}.upsamplers.0"] = f"decoder.up.{3 - block}.upsample"
+        for layer in range(2):
+            of_vae[f"encoder.down_blocks.{block}.resnets.{layer}"] = f"encoder.down.{block}.block.{layer}"
+            of_vae[f"decoder.up_blocks.{block}.resnets.{layer}"] = f"decoder.up.{3 - block}.block.{layer}"
+    attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+    vae = renamed(pipeline.vae, of_vae, {"conv_shortcut": "nin_shortcut"} | attention)
+    found = {f"model.diffusion_model.{name}": tensor for name, tensor in unet.items()}
+    found |= {f"first_stage_model.{name}": tensor for name, tensor in vae.items()}
+    for name, tensor in pipeline.text_encoder.state_dict().items():
+        found[f"cond_stage_model.transformer.text_model.{name.removeprefix('text_model.')}"] = tensor
+    return {name: tensor.clone().contiguous() for name, tensor in found.items()}
+
+
+RESNET = {"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0"}
+RESNET |= {"conv2": "out_layers.3", "conv_shortcut": "skip_connection"}
+
+
+def renamed(network: Any, names: dict[str, str], parts: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Return weights under the names of their modules, and in resnets and attentions under those of ``parts``."""
+    found = {}
+    for name, tensor in network.state_dict().items():
+        prefix = max((one for one in names if name.startswith(f"{one}.")), key=len)
+        rest = name.removeprefix(prefix)[1:]
+        if "resnets" in prefix or "mid.attn" in names[prefix]:
+            part = next((one for one in parts if rest.startswith(f"{one}.")), None)
+            if part is not None:
+                rest = parts[part] + rest.removeprefix(part)
+        found[f"{names[prefix]}.{rest}"] = tensor
+    return found

@@ -35,6 +35,7 @@ from lit_efficient.models.libraries.config_fields import (
     check_values,
     check_whole,
     files_variant,
+    library_errors,
     unusual,
 )
 from lit_efficient.surgery import WAITS
@@ -61,14 +62,16 @@ class DiffusersModelConfig:
     """Model of diffusers, by name or by configuration.
 
     Args:
-        name_or_path: a name on a hub or a local folder, of the model or of a pipeline (with ``subfolder``); None builds
-            the model from ``config_fields`` alone.
+        name_or_path: a name on a hub or a local folder, of the model or of a pipeline (with ``subfolder``); or a
+            checkpoint in one file (with ``config``); None builds the model from ``config_fields`` alone.
         config_fields: fields that replace those of the named model's configuration; without ``name_or_path`` the whole
             configuration, with ``_class_name`` (``AutoencoderKL``, ``UNet2DConditionModel``, ...).
         subfolder: folder of the model in a pipeline: ``vae``, ``unet``, ``transformer``.
         random_weights: draw new weights although ``name_or_path`` has some.
         revision: branch, tag or commit of a hub's repository; only a commit never changes.
         dtype: number format of the weights.
+        config: folder or name of the pipeline that has the configurations of a checkpoint in one file.
+        variant: variant of the weights, such as ``fp16``; None takes the files without one, or a folder's only one.
         guidance: guidance scale that a guidance-distilled network (FLUX.1-dev) receives as an input, in training and in
             sampling; other networks take none.
     """
@@ -80,17 +83,25 @@ class DiffusersModelConfig:
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     guidance: float = 3.5
+    config: str | None = None
+    variant: str | None = None
 
     def __post_init__(self) -> None:
         if self.name_or_path is None:
             check_names_class(_OWNER, "_class_name", self.config_fields or {})
         check_number(_OWNER, "guidance", self.guidance, least=0)
+        check_single_file(_OWNER, self.name_or_path, self.config)
         check_installed(_OWNER, "diffusers")
 
     @property
     def draws_weights(self) -> bool:
         """Return whether the weights are random."""
         return self.name_or_path is None or self.random_weights
+
+    @property
+    def place(self) -> str:
+        """Return the folder or name from which configurations are read."""
+        return str(self.config or self.name_or_path)
 
     @property
     def described(self) -> str:
@@ -137,14 +148,17 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
             fill_waiting(drawn, torch.device("cpu"))  # converts each tensor as soon as it is drawn
         return cast("ModelMixin", drawn.train())
     changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
+    if spec.config is not None:
+        return cast("ModelMixin", _from_single_file(spec, kind, changed).train())
     check_sums(spec.name_or_path, spec.subfolder)
+    variant = spec.variant or files_variant(Path(str(spec.name_or_path), spec.subfolder), _OWNER)
     try:
         with bars_on_terminals():
             model: Any = kind.from_pretrained(
                 spec.name_or_path,
                 subfolder=spec.subfolder or None,
                 revision=spec.revision,
-                variant=files_variant(Path(str(spec.name_or_path), spec.subfolder), _OWNER),
+                variant=variant,
                 torch_dtype=dtype,
                 use_safetensors=True,
                 **changed,
@@ -166,6 +180,8 @@ def build_empty(spec: DiffusersModelConfig) -> "nn.Module | None":
     fields = resolve(spec)
     if spec.draws_weights:
         return _converted(fields, getattr(torch, spec.dtype)).train()
+    if spec.config is not None or spec.variant is not None:
+        return None
     folder = Path(str(spec.name_or_path)).expanduser() / spec.subfolder
     dtype = getattr(torch, spec.dtype)
     try:
@@ -243,6 +259,44 @@ def model_class(name: str) -> Any:
     return kind
 
 
+def check_single_file(owner: str, name_or_path: str | None, config: str | None) -> None:
+    """Raise ConfigurationError for a ``config`` without a checkpoint in one file."""
+    path = Path(name_or_path or "").expanduser()
+    if config is not None and (path.suffix != ".safetensors" or not path.is_file()):
+        raise refusal(owner, "name_or_path", "an existing .safetensors file with config", name_or_path)
+
+
+def _from_single_file(spec: DiffusersModelConfig, kind: Any, changed: dict[str, Any]) -> nn.Module:
+    """Load the model from a checkpoint in one file, which diffusers converts.
+
+    Raises:
+        ConfigurationError: If the file cannot be converted or lacks weights.
+    """
+    path = Path(str(spec.name_or_path)).expanduser()
+    if not hasattr(kind, "from_single_file"):
+        raise refusal(_OWNER, "name_or_path", f"a folder: diffusers reads no single file of {kind.__name__}", str(path))
+    with library_errors(f"{_OWNER}: {path} has no {kind.__name__} of {spec.config}/{spec.subfolder}"):
+        model: nn.Module = kind.from_single_file(
+            str(path),
+            config=spec.config,
+            subfolder=spec.subfolder or None,
+            torch_dtype=getattr(torch, spec.dtype),
+            **changed,
+        )
+    check_complete(_OWNER, model, path)
+    return model
+
+
+def check_complete(owner: str, model: nn.Module, path: Path) -> None:
+    """Raise ConfigurationError if a file left weights of a model without values."""
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ConfigurationError(
+            f"{owner}: {path} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}: "
+            "name a config of the same architecture"
+        )
+
+
 def _single_file(path: Path) -> ConfigurationError:
     """Return the error for a checkpoint in one file, such as those of civitai: its configuration is on a hub."""
     pipeline = "StableDiffusionXLPipeline"
@@ -253,8 +307,9 @@ def _single_file(path: Path) -> ConfigurationError:
                 pipeline = kind
                 break
     return ConfigurationError(
-        f"{_OWNER}: name_or_path: {path} is a checkpoint in one file, and a folder of diffusers is needed. Convert it "
-        f'once (diffusers downloads the configurations): python -c "from diffusers import {pipeline} as P; '
+        f"{_OWNER}: name_or_path: {path} is a checkpoint in one file. Set config to the folder or name of a pipeline "
+        "of the same kind. Or convert the file once (diffusers downloads the configurations): "
+        f'python -c "from diffusers import {pipeline} as P; '
         f"P.from_single_file('{path}').save_pretrained('{path.stem}')\"  and set name_or_path: {path.stem} with "
         "subfolder: unet, transformer or vae."
     )
@@ -264,7 +319,7 @@ def _stored(spec: DiffusersModelConfig) -> dict[str, Any]:
     from diffusers import ModelMixin
     from diffusers.configuration_utils import ConfigMixin
 
-    name = str(spec.name_or_path)
+    name = spec.place
     if Path(name).expanduser().is_file():
         raise _single_file(Path(name).expanduser())
     if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):

@@ -98,7 +98,7 @@ def in_pipeline(spec: DiffusersModelConfig, roles: Sequence[str]) -> DiffusersMo
     """
     if spec.draws_weights or spec.subfolder:
         return spec
-    index = _read(str(spec.name_or_path), _INDEX, spec.revision) or {}
+    index = _read(spec.place, _INDEX, spec.revision) or {}
     found = next((role for role in roles if (index.get(role) or [None])[0] is not None), "")
     return replace(spec, subfolder=found)
 

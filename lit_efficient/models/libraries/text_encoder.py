@@ -66,13 +66,13 @@ def located(spec: TextEncoderConfig) -> TextEncoderConfig:
         ConfigurationError: For a pipeline whose text encoders are unknown here.
     """
     index = None
-    if spec.name_or_path is not None and not spec.subfolder:
-        index = pipeline_index(spec.name_or_path, spec.revision)
+    if spec.place is not None and not spec.subfolder:
+        index = pipeline_index(spec.place, spec.revision)
     if index is not None and spec.pipeline is None:
         kind = text_kind(index)
         if kind is None:
             raise ConfigurationError(
-                f"TextEncoderConfig: the text encoders of {index.get('_class_name')} in {spec.name_or_path} are joined "
+                f"TextEncoderConfig: the text encoders of {index.get('_class_name')} in {spec.place} are joined "
                 "in a way that is unknown here: name one of them by subfolder, with its tokenizer in captions.subfolder"
             )
         spec = replace(spec, pipeline=kind)

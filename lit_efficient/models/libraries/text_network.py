@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, checks_types, did_you_mean, refusal
 from lit_efficient.files.sums import check_sums
+from lit_efficient.files.tensors import load_tensors
 from lit_efficient.internals.hugging_face import bars_on_terminals, from_config
 from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_tokenizer, replace_length
 from lit_efficient.models.libraries.causal_lm import Primitive, declared_defaults, declared_fields
@@ -24,6 +26,7 @@ from lit_efficient.models.libraries.config_fields import (
     files_variant,
     library_errors,
 )
+from lit_efficient.models.libraries.diffusers_model import check_complete, check_single_file
 from lit_efficient.models.libraries.pipeline_folder import TextKind
 from lit_efficient.surgery import moved, own_draws
 
@@ -93,6 +96,8 @@ class TextEncoderConfig:
             (``sd`` leaves the layer free), padding; ``max_length`` is that of T5, Gemma or Qwen.
         revision: branch, tag or commit of a hub's repository; only a commit never changes.
         dtype: number format of the weights and of the embeddings.
+        config: folder or name of the pipeline that has the configurations and tokenizers of a checkpoint in one file.
+        variant: variant of the weights, such as ``fp16``; None takes the files without one, or a folder's only one.
     """
 
     name_or_path: str | None = None
@@ -105,8 +110,11 @@ class TextEncoderConfig:
     pipeline: TextKind | None = None
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    config: str | None = None
+    variant: str | None = None
 
     def __post_init__(self) -> None:
+        check_single_file(_OWNER, self.name_or_path, self.config)
         if self.pipeline is not None:
             self._check_pipeline()
         elif self.name_or_path is None:
@@ -118,9 +126,14 @@ class TextEncoderConfig:
         if self.final_norm and self.layer == -1:
             raise refusal(_OWNER, "final_norm", "false for layer -1, which includes the final norm", self.final_norm)
 
+    @property
+    def place(self) -> str | None:
+        """Return the folder or name from which configurations and tokenizers are read."""
+        return self.config or self.name_or_path
+
     def _check_pipeline(self) -> None:
         check_choice(_OWNER, "pipeline", self.pipeline, get_args(TextKind), null=True)
-        free = {"name_or_path", "max_length", "pipeline", "revision", "dtype"}
+        free = {"name_or_path", "max_length", "pipeline", "revision", "dtype", "config", "variant"}
         if self.pipeline == "sd":
             free |= {"layer", "final_norm"}
         fixed = [f.name for f in fields(self) if f.name not in free and getattr(self, f.name) != f.default]
@@ -163,7 +176,7 @@ class TextNetwork:
             ConfigurationError: If the encoder or its tokenizer cannot be built or loaded.
         """
         reading = spec.captions
-        name = reading.tokenizer or spec.name_or_path or "bytes"
+        name = reading.tokenizer or spec.place or "bytes"
         subfolder = reading.subfolder if reading.tokenizer != "bytes" else ""
         length = spec.max_length
         if length is not None:
@@ -341,9 +354,9 @@ def _configuration(spec: TextEncoderConfig, tokens: CaptionTokens) -> "Pretraine
             values = {"vocab_size": tokens.vocab_size} | special | values
             config = AutoConfig.for_model(str(values.pop("model_type")), **values)
         else:
-            check_sums(spec.name_or_path, spec.subfolder, weights=False)
+            check_sums(spec.place, spec.subfolder, weights=False)
             located = {"subfolder": spec.subfolder, "revision": spec.revision, "trust_remote_code": False}
-            config = AutoConfig.from_pretrained(spec.name_or_path, **located)
+            config = AutoConfig.from_pretrained(str(spec.place), **located)
             for name, value in values.items():
                 setattr(config, name, value)
     if config.model_type == "clip":  # a model of images and text
@@ -375,6 +388,8 @@ def _drawn(config: "PretrainedConfig", dtype: str) -> nn.Module:
 def _loaded(spec: TextEncoderConfig, config: "PretrainedConfig") -> nn.Module:
     architecture = _architecture(config)
     config.use_cache = False
+    if spec.config is not None:
+        return _from_single_file(spec, architecture)
     check_sums(spec.name_or_path, spec.subfolder)
     check_bounds(_OWNER, spec.name_or_path, config, architecture, spec.subfolder)
     with bars_on_terminals():
@@ -383,11 +398,31 @@ def _loaded(spec: TextEncoderConfig, config: "PretrainedConfig") -> nn.Module:
             config=config,
             subfolder=spec.subfolder,
             revision=spec.revision,
-            variant=files_variant(f"{spec.name_or_path}/{spec.subfolder}", _OWNER),
+            variant=spec.variant or files_variant(f"{spec.name_or_path}/{spec.subfolder}", _OWNER),
             dtype=getattr(torch, spec.dtype),
             use_safetensors=True,
             trust_remote_code=False,
         )
+    return _reader(architecture, model)
+
+
+def _from_single_file(spec: TextEncoderConfig, architecture: Any) -> nn.Module:
+    """Load CLIP or T5 from a checkpoint in one file, which diffusers converts."""
+    from diffusers.loaders import single_file_utils as files
+
+    path = Path(str(spec.name_or_path)).expanduser()
+    tensors = load_tensors(path)
+    described = {"config": spec.config, "subfolder": spec.subfolder, "torch_dtype": getattr(torch, spec.dtype)}
+    model: nn.Module
+    if files.is_clip_model_in_single_file(architecture, tensors):
+        model = files.create_diffusers_clip_model_from_ldm(architecture, tensors, **described)
+    elif files.is_t5_in_single_file(tensors):
+        model = files.create_diffusers_t5_model_from_checkpoint(architecture, tensors, **described)
+    else:
+        raise ConfigurationError(
+            f"{_OWNER}: {path} has no text encoder {architecture.__name__}: name the folder of one in place of the file"
+        )
+    check_complete(_OWNER, model, path)
     return _reader(architecture, model)
 
 
