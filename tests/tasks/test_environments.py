@@ -96,7 +96,8 @@ def test_a_row_is_that_of_the_template_and_only_what_the_model_wrote_has_labels(
         samples = []
         for text in texts:
             new = [*tokenizer.encode(text), tokenizer.eos_token_id]
-            samples.append(Sample(new, "stop", [-1.0 - len(rooms)] * len(new)))
+            drawn = [-1.0 - len(rooms)] * len(new)
+            samples.append(Sample(new, "stop", drawn, drawn))
         return samples, texts
 
     asked = [{"role": "user", "content": "What is 2 * (3 + 4)?"}]
@@ -131,7 +132,8 @@ def test_a_row_is_that_of_the_template_and_only_what_the_model_wrote_has_labels(
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "rloo", "gspo"])
 def test_loss_and_gradients_are_those_of_a_loop_over_the_models_tokens(kind: Any, tmp_path: Path) -> None:
-    task = _ready(_task(Echo(), loss=PolicyLoss(kind, kl="k3", beta=0.3)), tmp_path)
+    loss = PolicyLoss(kind, kl="k3", beta=0.3, correction="none")
+    task = _ready(_task(Echo(), loss=loss), tmp_path)
     held = task.experience(prompt_batch(ROWS), 3)
     own = held.rows["labels"] != -100
     read = held.rows["attention_mask"].bool() & ~own
