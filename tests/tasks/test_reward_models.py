@@ -76,7 +76,7 @@ def trls(folder: str, prompts: list[Any], answers: list[str], chat: bool) -> tor
     return torch.tensor(found)
 
 
-@pytest.mark.turns(2, always=("gpt2-False",), family="scores of reward models")
+@pytest.mark.turns(2, always=("gpt2-False",))
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "bert"])
 def test_scores_are_those_of_transformers_and_trl(family: str, chat: bool, tmp_path: Path) -> None:
