@@ -133,8 +133,13 @@ def advantages(rewards: Tensor, group: int, kind: Kind, gather: Callable[[Tensor
     else:
         found = torch.stack([_normalised(row, row) for row in grouped])
     # The mean of equal numbers may differ from them by rounding, which an optimizer such as Adam scales up.
-    differ = grouped.nan_to_num(-torch.inf).amax(1) > grouped.nan_to_num(torch.inf).amin(1)
-    return torch.where(differ[:, None], found, 0.0).flatten().nan_to_num(0.0)
+    return torch.where(differing(rewards, group)[:, None], found, 0.0).flatten().nan_to_num(0.0)
+
+
+def differing(rewards: Tensor, group: int) -> Tensor:
+    """Return for each group of rewards ``[N]`` whether it has different ones, ``[N / group]`` bool."""
+    grouped = rewards.view(-1, group)
+    return grouped.nan_to_num(-torch.inf).amax(1) > grouped.nan_to_num(torch.inf).amin(1)
 
 
 def token_advantages(

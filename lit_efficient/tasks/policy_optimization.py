@@ -30,6 +30,7 @@ from lit_efficient.losses.policy import (
     PolicyLoss,
     PolicyResult,
     advantages,
+    differing,
     overlong_penalty,
     policy_loss,
     token_advantages,
@@ -37,6 +38,7 @@ from lit_efficient.losses.policy import (
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.environments import Environment
+from lit_efficient.tasks.judged_samples import JudgedSamples, enough_samples
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.reference_task import ReferenceTask
 from lit_efficient.tasks.reward_models import RewardModel, RewardScorer, check_rewards, load_scorers, rewards_of
@@ -65,11 +67,13 @@ class PolicyOptimization(ReferenceTask):
 
     Logs under ``train/``: ``loss``, ``reward``, ``reward/NAME`` of each function, ``reward_std`` (mean over prompts),
     ``equal_rewards`` (share of prompts whose samples all have one reward), ``failed`` (share of samples without a
-    reward), ``length``, ``truncated`` (share), ``entropy`` (estimate: minus the mean log-probability of the tokens),
-    ``clipped_low``, ``clipped_high``, ``kl`` (k3), ``rounding``, the mean difference between the log-probabilities of
-    the tokens when they were drawn and in training, and ``importance`` and ``importance_max``, the mean and the largest
-    ratio of these probabilities. Under ``val/`` and ``test/``: ``reward``, ``reward/NAME``, ``length`` and
-    ``truncated`` of one sample of each prompt.
+    reward), ``length``, ``truncated`` and ``empty`` (shares of samples), ``entropy`` (estimate: minus the mean
+    log-probability of the tokens), ``clipped_low``, ``clipped_high``, ``kl`` (k3), ``rounding``, the mean difference
+    between the log-probabilities of the tokens when they were drawn and in training, and ``importance`` and
+    ``importance_max``, the mean and the largest ratio of these probabilities. With ``prompts`` also ``answered``, the
+    number of prompts that were answered, and ``used``, the number of those with different rewards that are trained on.
+    Under ``val/`` and ``test/``: ``reward``, ``reward/NAME``, ``length`` and ``truncated`` of one sample of each
+    prompt.
 
     Args:
         rewards: Rewards, summed by their weights: functions (`Reward`) and networks (`RewardModel`).
@@ -79,6 +83,8 @@ class PolicyOptimization(ReferenceTask):
         uses: Optimizer steps with the same samples. In the others the batch's own prompts are not used.
         environment: Environment that answers the model, such as `ToolEnvironment`. Prompts are then written in the chat
             template, and a sample is a conversation.
+        prompts: Number of prompts of a batch to train on (dynamic sampling of DAPO). Those whose samples all have one
+            reward are replaced by further prompts of the batch, which are only answered if they are needed. null: all.
         start_from: Checkpoint of `LanguageModeling` (SFT) of the same shape with the initial weights. Its adapters are
             merged. A resumed run needs this file too.
         learning_rate: Peak learning rate of AdamW: about 1e-6 for all weights, ten times more for adapters.
@@ -97,6 +103,7 @@ class PolicyOptimization(ReferenceTask):
         rollout: Rollout = Rollout(),  # noqa: B008 (frozen)
         uses: int = 1,
         environment: Environment | None = None,
+        prompts: int | None = None,
         start_from: str | None = None,
         learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
@@ -105,6 +112,10 @@ class PolicyOptimization(ReferenceTask):
         super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps, cache_reference=False)
         check_rewards("PolicyOptimization", rewards)
         check_number("PolicyOptimization", "uses", uses, least=1, whole=True)
+        check_number("PolicyOptimization", "prompts", prompts, least=1, whole=True, null=True)
+        if prompts is not None and loss.kind == "reinforce++":
+            allowed = "null for reinforce++, which compares the samples of different prompts"
+            raise refusal("PolicyOptimization", "prompts", allowed, prompts)
         check_number("PolicyOptimization", "rollout.samples", rollout.samples, least=2, whole=True)
         if loss.overlong > rollout.max_new_tokens:
             allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
@@ -114,11 +125,12 @@ class PolicyOptimization(ReferenceTask):
         self.rollout = rollout
         self.environment = environment
         self.uses = uses
+        self.prompts = prompts
         self._held: dict[int, Experience] = {}  # by the number of the micro-batch in an optimizer step
         self._counts: list[float] = []  # learned tokens of each micro-batch in an optimizer step
         self._rewarded = False  # a sample of this run has had a reward
         self._scorers: dict[str, RewardScorer] = {}  # reward models by their names
-        self.save_hyperparameters({"uses": uses})
+        self.save_hyperparameters({"uses": uses, "prompts": prompts})
 
     @property
     def needs_reference(self) -> bool:
@@ -237,30 +249,45 @@ class PolicyOptimization(ReferenceTask):
 
     def experience(self, batch: Mapping[str, Any], seed: int) -> Experience:
         """Write samples for the prompts of a batch, and compute their rewards and advantages."""
+        count = len(batch["prompts"])
+        wanted = count if self.prompts is None else self.prompts
+        if wanted > count:
+            raise refusal("PolicyOptimization", "prompts", f"at most the number of prompts in a batch, {count}", wanted)
         group = self.rollout.samples
-        prompts = [prompt for prompt in batch["prompts"] for _ in range(group)]
-        seeds = sample_seeds(self.trainer, seed, len(batch["prompts"]), group)
-        rows = [row for row in batch["rows"] for _ in range(group)]
-        written = self._write(prompts, seeds, rows)
-        samples = written.samples
-        parts = self._judge(prompts, written, rows, seed)
-        rewards = parts.sum(1).to(self.device)
-        lengths = torch.tensor([len(sample.tokens) for sample in samples], device=self.device)
-        rewards = rewards - overlong_penalty(lengths, self.rollout.max_new_tokens, self.loss.overlong)
-        cut = torch.tensor([sample.end == "length" for sample in samples], device=self.device)
-        figures = self._figures(parts, rewards, lengths, cut)
-        inputs, drawn = joined(written.ids, samples, self.device)
+        found, kept = enough_samples(lambda numbers: self._answered(batch, numbers, seed), count, wanted, group)
+        figures = self._figures(found.parts, found.rewards, found.lengths, found.cut)
+        figures["empty"] = sum(not text.strip() for text in found.written.texts) / len(found.rewards)
+        if self.prompts is not None:
+            figures["answered"] = len(found.rewards) / group
+            figures["used"] = float(differing(kept.learned, group).sum())
+        rewards = kept.learned
+        inputs, drawn = joined(kept.written.ids, kept.written.samples, self.device)
         reference = None
         if self.needs_reference:
             network = self.reference()
             assert network is not None
             reference = network(self._built(), lambda: self._token_log_probs(inputs)[0])
-        if self.loss.mask_truncated:
-            rewards = torch.where(cut, math.nan, rewards)
         left_out = rewards.isnan()
         advantage = self._advantage(rewards, drawn, reference, inputs["labels"][:, 1:] != IGNORE)
         inputs["labels"] = inputs["labels"].masked_fill(left_out[:, None], IGNORE)
         return Experience(inputs, advantage, drawn, None, reference, figures)
+
+    def _answered(self, batch: Mapping[str, Any], numbers: range, seed: int) -> JudgedSamples:
+        """Write samples for some prompts of a batch, and compute their rewards."""
+        group = self.rollout.samples
+        prompts = [batch["prompts"][i] for i in numbers for _ in range(group)]
+        seeds = sample_seeds(self.trainer, seed, numbers.stop, group)[numbers.start * group :]
+        rows = [batch["rows"][i] for i in numbers for _ in range(group)]
+        written = self._write(prompts, seeds, rows)
+        parts = self._judge(prompts, written, rows, mix_seed(seed, numbers.start))
+        lengths = torch.tensor([len(sample.tokens) for sample in written.samples], device=self.device)
+        cut = torch.tensor([sample.end == "length" for sample in written.samples], device=self.device)
+        rewards = parts.sum(1).to(self.device)
+        rewards = rewards - overlong_penalty(lengths, self.rollout.max_new_tokens, self.loss.overlong)
+        learned = rewards
+        if self.loss.mask_truncated:
+            learned = torch.where(cut, math.nan, rewards)
+        return JudgedSamples(prompts, written, parts, rewards, learned, lengths, cut)
 
     def _advantage(self, rewards: Tensor, drawn: Tensor, reference: Tensor | None, mask: Tensor) -> Tensor:
         kind = self.loss.kind
