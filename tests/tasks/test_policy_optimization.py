@@ -56,7 +56,7 @@ def _task(rewards: Any = (letters,), **options: Any) -> PolicyOptimization:
         "model": GPT,
         "rollout": Rollout(samples=4, max_new_tokens=6),
         "learning_rate": 1e-2,
-        "rewards": [Reward(one, seconds=0.2) for one in rewards],
+        "rewards": [Reward(one) for one in rewards],
     }
     task = PolicyOptimization(**given | options)
     task.tokenizer_state = pack_tokenizer(writer()[1])
