@@ -87,5 +87,5 @@ def _taken(values: Any, places: list[int]) -> Any:
     if isinstance(values, Tensor):
         return values[places]
     if isinstance(values, list):
-        return [values[place] for place in places]
+        return [values[place] for place in places] if values else []  # there need not be conversations
     return type(values)(**{field.name: _taken(getattr(values, field.name), places) for field in fields(values)})
