@@ -4,7 +4,7 @@
     python -m benchmarks.pretrained.smollm2_words --write    write the result into records/figures.json and docs/
 
 Needs the base of `benchmarks.pretrained.smollm2`. A program can check the task: the reward is the share of the words
-that occur, plus 0.5 for one sentence that ends within 32 tokens. The held-out prompts have other triples of words. Each
+that occur, plus 0.5 for one sentence that ends within 24 tokens. The held-out prompts have other triples of words. Each
 is answered once at temperature 1, with the same random numbers before and after training.
 """
 
@@ -40,10 +40,10 @@ from lit_efficient.tasks.rollout import write_answers
 
 RUN = FOLDER / "words"
 PICTURE = figures.ROOT / "docs" / "policy_words.png"
-STEPS = 40
+STEPS = 24
 PROMPTS = 4
 SAMPLES = 6
-HELD_OUT = 96
+HELD_OUT = 64
 TABLE = "policy_words"
 WORDS = (
     "apple river chair music window garden coffee dog cat school train winter summer book doctor kitchen ocean mountain "
@@ -105,7 +105,7 @@ def train() -> None:
     task = PolicyOptimization(
         [Reward(words_used), Reward(one_sentence, weight=0.5)],
         CausalLMConfig(str(BASE)),
-        rollout=Rollout(samples=SAMPLES, max_new_tokens=32, chat=True),
+        rollout=Rollout(samples=SAMPLES, max_new_tokens=24, chat=True),
         learning_rate=3e-4,
         warmup_steps=2,
     )
