@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import random
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -45,17 +44,48 @@ PROMPTS = 4
 SAMPLES = 6
 HELD_OUT = 64
 TABLE = "policy_words"
-WORDS = (
-    "apple river chair music window garden coffee dog cat school train winter summer book doctor kitchen ocean mountain "
-    "city letter phone friend bread horse bird sun moon road market tree"
-).split()
+WORDS = [
+    "apple",
+    "river",
+    "chair",
+    "music",
+    "window",
+    "garden",
+    "coffee",
+    "dog",
+    "cat",
+    "school",
+    "train",
+    "winter",
+    "summer",
+    "book",
+    "doctor",
+    "kitchen",
+    "ocean",
+    "mountain",
+    "city",
+    "letter",
+    "phone",
+    "friend",
+    "bread",
+    "horse",
+    "bird",
+    "sun",
+    "moon",
+    "road",
+    "market",
+    "tree",
+]
 
 
 def prompts(count: int, seed: int) -> list[dict[str, Any]]:
     """Return rows with different triples of words."""
-    draw = random.Random(seed)  # noqa: S311
+    draw = random.Random(seed)
     triples = [draw.sample(WORDS, 3) for _ in range(count)]
-    return [{"prompt": f"Write one short sentence with the words {a}, {b} and {c}.", "words": [a, b, c]} for a, b, c in triples]
+    return [
+        {"prompt": f"Write one short sentence with the words {a}, {b} and {c}.", "words": [a, b, c]}
+        for a, b, c in triples
+    ]
 
 
 def words_used(prompt: str, completion: str, row: Any) -> float:
@@ -138,7 +168,7 @@ def train() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the result into records/figures.json and docs/")
-    options = parser.parse_args()
+    parser.parse_args()
     use_one_thread()
     download_base()
     train()

@@ -164,6 +164,7 @@ class LanguageModeling(ChecksTypes, LightningModule):
         )
         self.network: nn.Module | None = None
         self.tokenizer_state: dict[str, Any] | None = None
+        self._unpacked: tuple[dict[str, Any], Any] | None = None  # the state with its tokenizer, which loads slowly
         self.epoch_metrics = TokenMetrics()  # of the current validation or test epoch
         # Losses by source of a mixture: since the last log, and of the current validation or test epoch.
         self.step_sources: SourceLosses | None = None
@@ -372,7 +373,9 @@ class LanguageModeling(ChecksTypes, LightningModule):
             raise ConfigurationError(
                 "LanguageModeling: no tokenizer: train on a data module with a tokenizer, or load such a checkpoint"
             )
-        return unpack_tokenizer(self.tokenizer_state)
+        if self._unpacked is None or self._unpacked[0] is not self.tokenizer_state:
+            self._unpacked = (self.tokenizer_state, unpack_tokenizer(self.tokenizer_state))
+        return self._unpacked[1]
 
     def generate_text(
         self,

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lit_efficient.errors import ConfigurationError, check_installed, check_number, checks_types, refusal
@@ -76,7 +77,7 @@ class Reward:
             allowed = f"those of {self.name}{signature} behind prompt, completion and row ({error})"
             raise refusal("Reward", "arguments", allowed, self.arguments) from error
 
-    @property
+    @cached_property
     def _beside(self) -> list[str]:
         """Return the names of further arguments that the function has."""
         try:

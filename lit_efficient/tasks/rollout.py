@@ -131,8 +131,11 @@ def write_answers(
         )
         samples = [talk.sample for talk in talks]
         return Answers([talk.ids for talk in talks], samples, [talk.text for talk in talks], talks)
-    ids = []
-    for prompt in prompts:
+    ids: list[list[int]] = []
+    for i, prompt in enumerate(prompts):
+        if i and prompt is prompts[i - 1]:  # another sample
+            ids.append(ids[-1])
+            continue
         is_chat = rollout.chat or not isinstance(prompt, str)
         text = as_chat(tokenizer, prompt, f"{type(task).__name__}: chat") if is_chat else prompt
         ids.append(encode(text, is_chat))
@@ -263,18 +266,19 @@ def joined(
     """
     parts = [[(list(prompt), False), *parts_of(sample)] for prompt, sample in zip(prompts, samples)]
     longest = max(sum(len(tokens) for tokens, _ in row) for row in parts)
-    shape = (len(samples), longest)
-    rows = {
-        "input_ids": torch.zeros(shape, dtype=torch.int64),
-        "labels": torch.full(shape, IGNORE),
-        "attention_mask": torch.zeros(shape, dtype=torch.int64),
-    }
-    drawn = torch.zeros(shape)
-    for i, row in enumerate(parts):
-        ids = torch.tensor([token for tokens, _ in row for token in tokens])
-        own = torch.tensor([is_own for tokens, is_own in row for _ in tokens])
-        rows["input_ids"][i, : len(ids)] = ids
-        rows["labels"][i, : len(ids)] = ids.where(own, IGNORE)
-        rows["attention_mask"][i, : len(ids)] = 1
-        drawn[i, : len(ids)][own] = torch.tensor(samples[i].drawn_log_probs)
-    return {name: tensor.to(device) for name, tensor in rows.items()}, drawn[:, 1:].to(device)
+    ids = []
+    labels = []
+    masks = []
+    drawn = []
+    for row, sample in zip(parts, samples):
+        tokens = [token for part, _ in row for token in part]
+        own = [is_own for part, is_own in row for _ in part]
+        log_probs = iter(sample.drawn_log_probs)
+        padding = longest - len(tokens)
+        ids.append(tokens + [0] * padding)
+        labels.append([token if is_own else IGNORE for token, is_own in zip(tokens, own)] + [IGNORE] * padding)
+        masks.append([1] * len(tokens) + [0] * padding)
+        drawn.append([next(log_probs) if is_own else 0.0 for is_own in own] + [0.0] * padding)
+    rows = {"input_ids": ids, "labels": labels, "attention_mask": masks}
+    tensors = {name: torch.tensor(values, device=device) for name, values in rows.items()}
+    return tensors, torch.tensor(drawn, device=device)[:, 1:]
