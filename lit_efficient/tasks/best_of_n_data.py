@@ -15,6 +15,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from lit_efficient.tasks.teacher import TeacherSource
 FORMAT = 1
 FILE = "best.jsonl"
 _AT_A_TIME = 16  # prompts
+_SAID = 256  # prompts between two messages
 _MOST_SENTENCES = 3  # warnings about rewards
 
 
@@ -92,16 +94,18 @@ class BestOfN:
 
 
 def _described(reward: Reward | RewardModel) -> list[Any]:
-    """Return a reward as plain data: its settings, with the source of its function or the hash of its model."""
+    """Return a reward as plain data: its settings, with the file of its function or the hash of its model."""
     if isinstance(reward, RewardModel):
         model = reward.model
         if isinstance(model, str) and Path(model).expanduser().exists():
             model = str(newest_in(model))
         return [TeacherSource(model).digest(), reward.weight, reward.name]
-    try:
-        code = inspect.getsource(reward.function)
-    except (OSError, TypeError):  # an object, or a function without a file
-        code = f"{getattr(reward.function, '__module__', '')}.{reward.name}"
+    # The whole file, because the function may call others in it
+    module = inspect.getmodule(reward.function)
+    code = f"{getattr(reward.function, '__module__', '')}"
+    if module is not None:
+        with suppress(OSError, TypeError):  # not from a file
+            code = inspect.getsource(module)
     arguments = json.loads(json.dumps(reward.arguments, default=str))
     return [reward.name, code, reward.weight, arguments, reward.seconds]
 
@@ -109,9 +113,9 @@ def _described(reward: Reward | RewardModel) -> list[Any]:
 class BestOfNData(LanguageData):
     """`LanguageData` of the best of several answers to each prompt, which a model writes before training.
 
-    The file with the answers lies in the cache, by the hash of the model's weights, the prompts, the rewards and all
-    settings, and its path is logged. An interrupted run continues it. The draws depend on ``rollout.seed``, the prompt
-    and the sample only.
+    The file with the answers lies in the cache, and its path is logged. It is found by the hash of the model's weights,
+    the prompts, the files of reward functions (and not of what these import), and all settings. An interrupted run
+    continues it. The draws depend on ``rollout.seed``, the prompt and the sample only.
 
     Args:
         answers: Choice of the answers.
@@ -211,6 +215,8 @@ def write_best(spec: BestOfN, rows: Sequence[Any], file: Path, device: torch.dev
     with open(file, "ab") as out:
         # Batches begin at the same prompts as in an uninterrupted run, because other rows affect rounding.
         for first in range(done - done % _AT_A_TIME, len(rows), _AT_A_TIME):
+            if first % _SAID == 0:
+                rank_zero_info(f"BestOfN: {first:,} of {len(rows):,} prompts are answered")
             found, sentences = _best(spec, task, scorers, rows[first : first + _AT_A_TIME], first)
             for sentence in sentences[: _MOST_SENTENCES - said]:
                 said += 1

@@ -216,6 +216,8 @@ def test_each_setting_and_each_content_has_its_own_file(home: Path, tmp_path: Pa
 def test_what_cannot_be_written_is_refused(home: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="BestOfN: rewards must be a list of at least one Reward"):
         _data(home, tmp_path, rewards=[])
+    with pytest.raises(ConfigurationError, match="rewards must be functions or models with different names"):
+        _data(home, tmp_path, rewards=[*REWARDS, REWARDS[0]])
     with pytest.raises(ConfigurationError, match="BestOfN: model must have trained weights"):
         _data(home, tmp_path, model=CausalLMConfig(config_fields={"model_type": "llama"}))
     with pytest.raises(ConfigurationError, match=r"BestOfN: model: there is no file a/b.ckpt"):
