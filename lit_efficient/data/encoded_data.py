@@ -115,6 +115,7 @@ class EncodedData(KeyedModule):
         self.preload = preload
         self.seed = seed
         self.codec: LatentCodec | None = None
+        self.latent_scaling: tuple[list[float], list[float]] | None = None
         self.class_names: list[str] = []
         self.text_encoder = None
         self.dataset: EncodedRows
@@ -174,6 +175,7 @@ class EncodedData(KeyedModule):
             rows.mean, rows.std = self._statistics(rows)
         if autoencoder is not None:
             self.codec = LatentCodec(autoencoder, rows.mean, rows.std)
+        self.latent_scaling = None if self.statistics == "none" else (rows.mean.tolist(), rows.std.tolist())
         self.dataset = rows
 
     def _open_sources(self) -> list[EncodedSource]:

@@ -188,7 +188,10 @@ class LatentGenerator(ChecksTypes, LightningModule):
             self.codec = data.codec
         self.text_encoder = getattr(data, "text_encoder", None) or self.text_encoder
         if stage == "fit":
-            self.settings.check_encoders(self.codec, self.text_encoder)
+            scaling = getattr(data, "latent_scaling", None)
+            if data.codec is not None:
+                scaling = (data.codec.mean.tolist(), data.codec.std.tolist())
+            self.settings.check_encoders(scaling, self.text_encoder)
         self.latent_size = (height, width)
         self.class_names = [str(name) for name in getattr(data, "class_names", None) or self.class_names]
         self.conditioning.check(data.num_classes)

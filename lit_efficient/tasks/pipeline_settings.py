@@ -16,7 +16,6 @@ from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
 from lit_efficient.losses.noise_process import TABLES, DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, Shift, TimestepSampling
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
-from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.libraries.pipeline_folder import PipelineMeaning, Scaling, read_meaning
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig, members
 from lit_efficient.models.networks.dit import DiTConfig
@@ -97,27 +96,32 @@ class PipelineSettings:
             empty = self._choose("empty_prompt", "sampler.empty_prompt", empty, declared, declared)
         return replace(value, shift=shift, empty_prompt=empty)
 
-    def check_encoders(self, codec: LatentCodec | None, encoder: TextEncoder | None) -> None:
+    def check_encoders(
+        self, found: tuple[Sequence[float], Sequence[float]] | None, encoder: TextEncoder | None
+    ) -> None:
         """Compare the latents and the captions of the data with those of the pipeline.
+
+        Args:
+            found: Mean and standard deviation of each channel that normalise the data's latents, if they are known.
+            encoder: Text encoder of the data, if it has one.
 
         Raises:
             ConfigurationError: If they differ, and ``override`` does not name the setting.
         """
         if self.meaning is None:
             return
-        if self.meaning.scaling is not None and codec is not None:
-            self._check_scaling(self.meaning.scaling, codec)
+        if self.meaning.scaling is not None and found is not None:
+            self._check_scaling(self.meaning.scaling, found)
         if self.meaning.text is not None and encoder is not None:
             self._check_text(TextEncoderConfig(self.meaning.source, pipeline=self.meaning.text), encoder)
 
-    def _check_scaling(self, scaling: Scaling, codec: LatentCodec) -> None:
+    def _check_scaling(self, scaling: Scaling, given: tuple[Sequence[float], Sequence[float]]) -> None:
         declared = _scaling_text(*scaling)
-        mean = codec.mean.tolist()
-        std = codec.std.tolist()
-        found = _scaling_text(mean, std)
-        same = len(mean) == len(scaling[0]) and all(
-            math.isclose(ours, theirs, rel_tol=1e-4, abs_tol=1e-6)
-            for ours, theirs in zip([*mean, *std], [*scaling[0], *scaling[1]])
+        found = _scaling_text(*given)
+        ours = [*given[0], *given[1]]
+        theirs = [*scaling[0], *scaling[1]]
+        same = len(ours) == len(theirs) and all(
+            math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6) for one, other in zip(ours, theirs)
         )
         if not same:
             self.refuse("vae_scaling", "the scaling of the data's latents", f"declared, {declared}", found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,17 @@ import torch
 import yaml
 from diffusers import DiffusionPipeline
 from PIL import Image
+from safetensors.torch import save_file
 
-from lit_efficient import ConfigurationError, DiffusersModelConfig, ImageData, LatentData, LatentDiffusion, Samples
+from lit_efficient import (
+    ConfigurationError,
+    DiffusersModelConfig,
+    EncodedData,
+    ImageData,
+    LatentData,
+    LatentDiffusion,
+    Samples,
+)
 from lit_efficient.__main__ import main
 from lit_efficient.data.images.image_view import ImageView
 from lit_efficient.export.pipelines import export_pipeline
@@ -122,3 +133,43 @@ def test_check_shows_where_each_setting_comes_from(tmp_path: Path, capsys: pytes
     assert rows["timestep_sampling.shift"] == [shift, "2.0", "2.0"]
     assert rows["vae_scaling"] == ["mean 0.1159, std 2.7693", "-", "mean 0.1159, std 2.7693"]
     assert rows["text_encoder"] == ["layer -1; layer -1", "-", "layer -1; layer -1"]
+
+
+def test_a_name_on_a_hub_is_read_from_its_cache_and_an_incomplete_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name, complete in (("own/whole", True), ("own/part", False)):
+        place = tmp_path / "cache" / f"models--{name.replace('/', '--')}"
+        snapshot = place / "snapshots" / ("0" * 40)
+        (place / "refs").mkdir(parents=True)
+        (place / "refs" / "main").write_text("0" * 40)
+        tiny_pipelines.written("sd2", snapshot)
+        if not complete:
+            shutil.rmtree(snapshot / "scheduler")
+    module = LatentDiffusion(DiffusersModelConfig("own/whole"), samples=Samples(0))
+    assert (module.prediction, module.process.zero_terminal_snr) == ("v", True)
+    with pytest.raises(ConfigurationError, match=r"own/part is in the local cache without scheduler/scheduler_config"):
+        LatentDiffusion(DiffusersModelConfig("own/part"))
+    assert (
+        LatentDiffusion(DiffusersModelConfig("own/absent")).prediction == "flow"
+    )  # building it says that it is absent
+
+
+def test_encoded_latents_are_scaled_as_the_pipeline_declares(tmp_path: Path) -> None:
+    tiny_pipelines.written("sdxl", tmp_path / "sdxl")
+    (tmp_path / "rows").mkdir()
+    save_file(
+        {"latents": torch.randn(8, 4, 8, 8) * 3, "labels": torch.zeros(8).long()}, tmp_path / "rows/a.safetensors"
+    )
+    data = EncodedData(str(tmp_path / "rows"), held_out=2, batch_size=2)
+    module = LatentDiffusion(
+        DiffusersModelConfig(str(tmp_path / "sdxl")), samples=Samples(0), label_dropout=0.0, guidance_scale=1.0
+    )
+    data.trainer = SimpleNamespace(lightning_module=module)  # type: ignore[assignment]
+    data.setup("fit")
+    assert data.latent_scaling is not None
+    assert data.latent_scaling[1] == pytest.approx([1 / 0.13025] * 4)
+    measured = EncodedData(str(tmp_path / "rows"), held_out=2, batch_size=2, statistics="measured")
+    with pytest.raises(ConfigurationError, match=r"scaling of the data's latents must be declared, mean 0, std 7\.67"):
+        trainer(default_root_dir=tmp_path, max_steps=1).fit(module, measured)

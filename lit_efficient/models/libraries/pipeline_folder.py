@@ -222,14 +222,34 @@ def _read(root: str, name: str, revision: str | None) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=64)
 def _downloaded(name: str, file: str, revision: str | None) -> str | None:
-    from huggingface_hub import hf_hub_download
+    """Return the path of a file of a hub's repository, or ``None`` if it does not exist.
+
+    Raises:
+        ConfigurationError: If the repository is known here, but not whether it has this file.
+    """
+    from huggingface_hub import hf_hub_download, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound, EntryNotFoundError, LocalEntryNotFoundError
 
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         return None
     try:
         return str(hf_hub_download(name, file, revision=revision))
-    except (OSError, ValueError):  # no such file, no such repository, or no network: building the model says which
+    except EntryNotFoundError as error:
+        if not isinstance(error, LocalEntryNotFoundError):
+            return None
+        reason = error
+    except (OSError, ValueError):  # no such repository: building the model says so
         return None
+    try:
+        known = any(repo.repo_id == name for repo in scan_cache_dir().repos)
+    except CacheNotFound:
+        known = False
+    if not known:  # nothing of it can be read, as building the model says
+        return None
+    raise ConfigurationError(
+        f"{name} is in the local cache without {file}, and the hub cannot be reached: download the whole pipeline once "
+        f"(hf download {name})"
+    ) from reason
 
 
 def _target(root: str, fields: Mapping[str, Any]) -> tuple[Prediction, DiffusionProcess]:
