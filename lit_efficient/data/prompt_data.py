@@ -117,6 +117,17 @@ class PromptData(ChecksTypes, LightningDataModule):
             raise refusal("PromptData", "batch_size", allowed, self.batch_size)
         self.train_rows = rows
 
+    def example_prompt(self) -> tuple[str, bool]:
+        """Return a line of the first training prompt, and whether it is a user's turn of a conversation."""
+        prompt = self.train_rows[0]["prompt"]
+        task: Any = None if self.trainer is None else self.trainer.lightning_module
+        is_chat = bool(task is not None and task.rollout.chat)
+        if not isinstance(prompt, str):
+            prompt = prompt[-1]["content"]
+            is_chat = True
+        lines = [line.strip() for line in str(prompt).splitlines() if line.strip()]
+        return next(iter(lines), "")[:60].strip(), is_chat
+
     def train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_rows
         return DataLoader(rows, self.batch_size, shuffle=True, drop_last=True, collate_fn=prompt_batch)

@@ -303,6 +303,9 @@ def test_prompts_come_from_files_and_the_answer_is_written_after_training(tmp_pa
     data.setup()
     assert [row["prompt"] for row in data.train_rows] == ["the cat", [{"role": "user", "content": "on"}]]
     assert next(iter(data.train_dataloader()))["rows"][0]["answer"] in (3, 5)
+    assert data.example_prompt() == ("the cat", False)
+    data.train_rows.reverse()
+    assert data.example_prompt() == ("on", True)
     data = PromptData(train="arithmetic", tokenizer=str(tmp_path / "base"), batch_size=4, val_batch_size=50)
     rewards = [Reward(numeric_answer, 0.5), Reward(letters)]
     task = PolicyOptimization(

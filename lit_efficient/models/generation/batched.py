@@ -27,7 +27,7 @@ from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.hugging_face import forget_positions, image_token_ids
 from lit_efficient.models.generation.cached_rows import CachedRows, Prompts
 from lit_efficient.models.generation.pictured import continue_pictured
-from lit_efficient.models.generation.sampling import Sampling, drawn, penalized, remaining
+from lit_efficient.models.generation.sampling import UNIT, Sampling, drawn, penalized, remaining
 from lit_efficient.models.networks.gpt import GPT, KVCache
 from lit_efficient.models.probes.modes import evaluating, whole_precision
 from lit_efficient.models.probes.output_head import hidden_states
@@ -167,7 +167,8 @@ class _Row:
         self.start = len(prompt)
         self.most = most
         draw = torch.Generator("cpu").manual_seed(seed)
-        self.uniform = torch.rand(most, generator=draw, dtype=torch.float64, device="cpu").tolist()
+        uniform = torch.rand(most, generator=draw, dtype=torch.float64, device="cpu")
+        self.uniform = (uniform * UNIT).long().tolist()
         self.sample = Sample()
         self.ended = False
 
@@ -284,10 +285,11 @@ class _Writer:
             tokens = changed.argmax(-1)
         else:
             uniform = [row.uniform[len(row.sample.tokens)] for row in rows]
-            tokens = drawn(from_which, torch.tensor(uniform, device=self.device, dtype=torch.float64))
+            tokens = drawn(from_which, torch.tensor(uniform, device=self.device))
         chosen = tokens[:, None]
         columns = (tokens, log_probs.gather(-1, chosen)[:, 0], from_which.gather(-1, chosen)[:, 0])
-        found = torch.stack([column.double() for column in columns], 1).tolist()  # one transfer from a device
+        # One transfer from a device. float32 holds all whole numbers up to 2 ** 24 exactly.
+        found = torch.stack([column.float() for column in columns], 1).tolist()
         for row, (token, log_prob, drawn_log_prob) in zip(rows, found):
             if math.isnan(log_prob + drawn_log_prob):
                 raise ConfigurationError(

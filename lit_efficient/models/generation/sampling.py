@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lit_efficient.errors import check_number
 
-_UNIT = 2**40  # integer that represents a probability of 1; a power of two, so that multiplying float32 is exact
+UNIT = 2**40  # integer that represents a probability of 1; a power of two, so that multiplying float32 is exact
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def remaining(logits: Tensor, how: Sampling) -> Tensor:
             probability, token = probability.sort(dim=-1, descending=True, stable=True)
             # Sum the probabilities of all more probable tokens as integers: CUDA's cumsum of floats is not
             # deterministic.
-            parts = (probability * _UNIT).long()
-            late = parts.cumsum(-1) - parts >= how.top_p * _UNIT
+            parts = (probability * UNIT).long()
+            late = parts.cumsum(-1) - parts >= how.top_p * UNIT
             gone |= torch.empty_like(late).scatter(-1, token, late)
         scores = scores.masked_fill(gone, -torch.inf)
     return scores.log_softmax(-1)
@@ -88,10 +88,12 @@ def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
 
     Args:
         log_probs: ``[B, V]``.
-        uniform: ``[B]`` float64, in [0, 1).
+        uniform: ``[B]`` int64 in [0, 2 ** 40), the number times 2 ** 40. Some devices have no float64.
     """
-    below = (log_probs.exp() * _UNIT).long().cumsum(-1)
-    place = (uniform * below[:, -1]).long()
+    below = (log_probs.exp() * UNIT).long().cumsum(-1)
+    total = below[:, -1]
+    # uniform * total / UNIT, in two halves of 20 bits, whose products fit 64 bits
+    place = ((uniform >> 20) * total + ((uniform & (2**20 - 1)) * total >> 20)) >> 20
     found = torch.searchsorted(below, place[:, None], right=True)[:, 0]
     return found.clamp(max=log_probs.shape[-1] - 1)  # NaN has no place
 
@@ -118,5 +120,5 @@ def sample_token(
     how.check("sample_token")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    uniform = torch.rand(len(logits), generator=generator, device=logits.device, dtype=torch.float64)
+    uniform = torch.randint(UNIT, (len(logits),), generator=generator, device=logits.device)
     return drawn(remaining(logits, how), uniform)[:, None]

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.models.generation.sampling import Sampling, drawn, penalized, remaining, sample_token
+from lit_efficient.models.generation.sampling import UNIT, Sampling, drawn, penalized, remaining, sample_token
 
 VOCABULARY = 50
 CASES = list(
@@ -60,7 +60,8 @@ def test_draws_are_those_of_the_distribution() -> None:
 
 def test_a_uniform_number_decides_a_row_alone() -> None:
     probability = torch.tensor([[0.25, 0.0, 0.5, 0.25], [0.0, 1.0, 0.0, 0.0]])
-    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
+    quarter = UNIT // 4
+    numbers = torch.tensor([0, quarter - 1, quarter, 3 * quarter - 1, 3 * quarter, UNIT - 1])
     for number, token in zip(numbers, [0, 0, 2, 2, 3, 3]):
         assert drawn(probability.log(), number.expand(2)).tolist() == [token, 1]
 
