@@ -116,6 +116,7 @@ PUBLIC: dict[str, str] = {
     "NonFiniteGuard": "callbacks.non_finite_guard",
     "RunMetrics": "callbacks.run_metrics",
     "SampleImages": "callbacks.sample_images",
+    "SampleTable": "callbacks.sample_table",
     "SampleText": "callbacks.sample_text",
     "SignalCheckpoint": "callbacks.signal_checkpoint",
     "TaskEvaluation": "callbacks.task_evaluation",

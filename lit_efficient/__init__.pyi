@@ -102,6 +102,7 @@ from lit_efficient.callbacks.empty_cache import EmptyCache as EmptyCache
 from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
 from lit_efficient.callbacks.run_metrics import RunMetrics as RunMetrics
 from lit_efficient.callbacks.sample_images import SampleImages as SampleImages
+from lit_efficient.callbacks.sample_table import SampleTable as SampleTable
 from lit_efficient.callbacks.sample_text import SampleText as SampleText
 from lit_efficient.callbacks.signal_checkpoint import SignalCheckpoint as SignalCheckpoint
 from lit_efficient.callbacks.task_evaluation import TaskEvaluation as TaskEvaluation

@@ -7,7 +7,7 @@ Costs: generation for prompts that are not used
 Source: DAPO, https://arxiv.org/abs/2503.14476.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,6 +39,29 @@ class JudgedSamples:
     learned: Tensor
     lengths: Tensor
     cut: Tensor
+
+
+def table_of(found: JudgedSamples, names: Sequence[str], advantage: Tensor) -> list[dict[str, Any]]:
+    """Return for each sample its prompt, completion, rewards, advantage, length and end, by column.
+
+    Args:
+        found: The samples.
+        names: Names of the functions of the rewards.
+        advantage: ``[N]``, or ``[N, T]`` for each token, of which the mean over the sample is taken.
+    """
+    if advantage.ndim == 2:
+        advantage = advantage.sum(1) / found.lengths
+    rows = []
+    for i, prompt in enumerate(found.prompts):
+        row = {
+            "prompt": prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
+            "completion": found.written.texts[i],
+            "reward": float(found.rewards[i]),
+        }
+        row |= {f"reward/{name}": float(part) for name, part in zip(names, found.parts[i])}
+        row |= {"advantage": float(advantage[i]), "length": int(found.lengths[i]), "end": found.written.samples[i].end}
+        rows.append(row)
+    return rows
 
 
 def enough_samples(

@@ -38,7 +38,7 @@ from lit_efficient.losses.policy import (
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.environments import Environment
-from lit_efficient.tasks.judged_samples import JudgedSamples, enough_samples
+from lit_efficient.tasks.judged_samples import JudgedSamples, enough_samples, table_of
 from lit_efficient.tasks.language_modeling import _DEFAULT_MODEL
 from lit_efficient.tasks.reference_task import ReferenceTask
 from lit_efficient.tasks.reward_models import RewardModel, RewardScorer, check_rewards, load_scorers, rewards_of
@@ -130,6 +130,8 @@ class PolicyOptimization(ReferenceTask):
         self._counts: list[float] = []  # learned tokens of each micro-batch in an optimizer step
         self._rewarded = False  # a sample of this run has had a reward
         self._scorers: dict[str, RewardScorer] = {}  # reward models by their names
+        self.sample_table: list[dict[str, Any]] = []
+        """The last samples that were written for training, with their rewards."""
         self.save_hyperparameters({"uses": uses, "prompts": prompts})
 
     @property
@@ -270,6 +272,7 @@ class PolicyOptimization(ReferenceTask):
         left_out = rewards.isnan()
         advantage = self._advantage(rewards, drawn, reference, inputs["labels"][:, 1:] != IGNORE)
         inputs["labels"] = inputs["labels"].masked_fill(left_out[:, None], IGNORE)
+        self.sample_table = table_of(kept, [reward.name for reward in self.rewards], advantage)
         return Experience(inputs, advantage, drawn, None, reference, figures)
 
     def _answered(self, batch: Mapping[str, Any], numbers: range, seed: int) -> JudgedSamples:

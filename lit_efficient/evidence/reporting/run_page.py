@@ -22,6 +22,12 @@ _LONGEST = 200_000  # characters of a text
 _UNKNOWN = "not known"
 _TITLES = {
     "loss": "Loss",
+    "reward": "Reward",
+    "kl": "Divergence from the reference",
+    "clipped": "Share of clipped ratios",
+    "length": "Length of samples, tokens",
+    "entropy": "Entropy",
+    "shares": "Shares of samples",
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
     "tokens_per_second": "Tokens a second",
@@ -30,6 +36,8 @@ _TITLES = {
     "mfu": "Model FLOPs utilisation",
     "data_wait": "Share of time waiting for data",
 }
+# Metrics of `PolicyOptimization` that share a chart
+_TOGETHER = {"reward": r"reward/.+", "clipped": r"clipped_\w+", "shares": r"truncated|empty|failed|equal_rewards"}
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -131,7 +139,11 @@ def chart_of(metric: str) -> str:
         return "lr"
     if "memory" in metric:
         return "memory"
-    return re.sub(r"^(train|val|valid|validation|test)[/_]|_(step|epoch)$", "", metric)
+    name = re.sub(r"^(train|val|valid|validation|test)[/_]|_(step|epoch)$", "", metric)
+    for chart, members in _TOGETHER.items():
+        if re.fullmatch(members, name):
+            return chart
+    return name
 
 
 def _charts(runs: Sequence[RunRecord]) -> Iterator[Markup]:
