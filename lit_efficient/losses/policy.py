@@ -73,6 +73,8 @@ class PolicyLoss:
             rewards.
         overlong: Number of tokens before ``max_new_tokens`` over which a penalty grows from 0 to 1. It is subtracted
             from the reward (DAPO). 0: no penalty.
+        prompts: Number of prompts of a batch to train on (dynamic sampling of DAPO). Those whose samples all have one
+            reward are replaced by further prompts of the batch, which are answered when they are needed. null: all.
         correction: Weights for the difference between the probabilities of generation and of training: ``token``
             (truncated), ``sequence`` (masked), or ``none``.
         cap: Largest weight, at least 1.
@@ -85,6 +87,7 @@ class PolicyLoss:
     beta: float = 0.0
     mask_truncated: bool = False
     overlong: int = 0
+    prompts: int | None = None
     correction: Correction = "token"
     cap: float = 3.0
 
@@ -95,6 +98,10 @@ class PolicyLoss:
         check_number("PolicyLoss", "clip_high", self.clip_high, above=0, null=True)
         check_number("PolicyLoss", "beta", self.beta, least=0)
         check_number("PolicyLoss", "overlong", self.overlong, least=0, whole=True)
+        check_number("PolicyLoss", "prompts", self.prompts, least=1, whole=True, null=True)
+        if self.prompts is not None and self.kind == "reinforce++":
+            allowed = "null for reinforce++, which compares the samples of different prompts"
+            raise refusal("PolicyLoss", "prompts", allowed, self.prompts)
         check_choice("PolicyLoss", "correction", self.correction, ("none", "token", "sequence"))
         check_number("PolicyLoss", "cap", self.cap, least=1)
         if (self.kl == "none") != (self.beta == 0):

@@ -1,6 +1,6 @@
 """Samples with their rewards, and the choice of prompts whose samples have different rewards (dynamic sampling).
 
-    answer the first prompts of a batch -> as many further ones as had samples of one reward -> ... -> keep ``wanted``
+    answer the first prompts of a batch -> as many further ones as had samples of one reward -> ... -> keep some
 
 Saves: optimizer steps whose samples are all right or all wrong, and so have no effect
 Costs: generation for prompts that are not used

@@ -70,9 +70,8 @@ class PolicyOptimization(ReferenceTask):
     reward), ``length``, ``truncated`` and ``empty`` (shares of samples), ``entropy`` (estimate: minus the mean
     log-probability of the tokens), ``clipped_low``, ``clipped_high``, ``kl`` (k3), ``rounding``, the mean difference
     between the log-probabilities of the tokens when they were drawn and in training, and ``importance`` and
-    ``importance_max``, the mean and the largest ratio of these probabilities. With ``prompts`` also ``answered``, the
-    number of prompts that were answered, and ``used``, the number of those with different rewards that are trained on.
-    Under ``val/`` and ``test/``: ``reward``, ``reward/NAME``, ``length`` and ``truncated`` of one sample of each
+    ``importance_max``, the mean and the largest ratio of these probabilities. With ``loss.prompts`` also ``answered``,
+    the number of prompts that were answered, and ``used``, the number of prompts with different rewards. Under ``val/`` and ``test/``: ``reward``, ``reward/NAME``, ``length`` and ``truncated`` of one sample of each
     prompt.
 
     Args:
@@ -83,8 +82,6 @@ class PolicyOptimization(ReferenceTask):
         uses: Optimizer steps with the same samples. In the others the batch's own prompts are not used.
         environment: Environment that answers the model, such as `ToolEnvironment`. Prompts are then written in the chat
             template, and a sample is a conversation.
-        prompts: Number of prompts of a batch to train on (dynamic sampling of DAPO). Those whose samples all have one
-            reward are replaced by further prompts of the batch, which are only answered if they are needed. null: all.
         start_from: Checkpoint of `LanguageModeling` (SFT) of the same shape with the initial weights. Its adapters are
             merged. A resumed run needs this file too.
         learning_rate: Peak learning rate of AdamW: about 1e-6 for all weights, ten times more for adapters.
@@ -103,7 +100,6 @@ class PolicyOptimization(ReferenceTask):
         rollout: Rollout = Rollout(),  # noqa: B008 (frozen)
         uses: int = 1,
         environment: Environment | None = None,
-        prompts: int | None = None,
         start_from: str | None = None,
         learning_rate: float = 1e-6,
         weight_decay: float = 0.0,
@@ -112,10 +108,6 @@ class PolicyOptimization(ReferenceTask):
         super().__init__(model, start_from, learning_rate, weight_decay, warmup_steps, cache_reference=False)
         check_rewards("PolicyOptimization", rewards)
         check_number("PolicyOptimization", "uses", uses, least=1, whole=True)
-        check_number("PolicyOptimization", "prompts", prompts, least=1, whole=True, null=True)
-        if prompts is not None and loss.kind == "reinforce++":
-            allowed = "null for reinforce++, which compares the samples of different prompts"
-            raise refusal("PolicyOptimization", "prompts", allowed, prompts)
         check_number("PolicyOptimization", "rollout.samples", rollout.samples, least=2, whole=True)
         if loss.overlong > rollout.max_new_tokens:
             allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
@@ -125,14 +117,13 @@ class PolicyOptimization(ReferenceTask):
         self.rollout = rollout
         self.environment = environment
         self.uses = uses
-        self.prompts = prompts
         self._held: dict[int, Experience] = {}  # by the number of the micro-batch in an optimizer step
         self._counts: list[float] = []  # learned tokens of each micro-batch in an optimizer step
         self._rewarded = False  # a sample of this run has had a reward
         self._scorers: dict[str, RewardScorer] = {}  # reward models by their names
         self.sample_table: list[dict[str, Any]] = []
         """The last samples that were written for training, with their rewards."""
-        self.save_hyperparameters({"uses": uses, "prompts": prompts})
+        self.save_hyperparameters({"uses": uses})
 
     @property
     def needs_reference(self) -> bool:
@@ -252,14 +243,15 @@ class PolicyOptimization(ReferenceTask):
     def experience(self, batch: Mapping[str, Any], seed: int) -> Experience:
         """Write samples for the prompts of a batch, and compute their rewards and advantages."""
         count = len(batch["prompts"])
-        wanted = count if self.prompts is None else self.prompts
+        wanted = count if self.loss.prompts is None else self.loss.prompts
         if wanted > count:
-            raise refusal("PolicyOptimization", "prompts", f"at most the number of prompts in a batch, {count}", wanted)
+            allowed = f"at most the number of prompts in a batch, {count}"
+            raise refusal("PolicyOptimization", "loss.prompts", allowed, wanted)
         group = self.rollout.samples
         found, kept = enough_samples(lambda numbers: self._answered(batch, numbers, seed), count, wanted, group)
         figures = self._figures(found.parts, found.rewards, found.lengths, found.cut)
         figures["empty"] = sum(not text.strip() for text in found.written.texts) / len(found.rewards)
-        if self.prompts is not None:
+        if self.loss.prompts is not None:
             figures["answered"] = len(found.rewards) / group
             figures["used"] = float(differing(kept.learned, group).sum())
         rewards = kept.learned

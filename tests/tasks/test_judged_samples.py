@@ -52,7 +52,7 @@ def _answered(task: Any) -> list[list[str]]:
 def test_prompts_whose_samples_have_one_reward_are_replaced(
     wanted: int, calls: list[list[str]], used: int, kept: list[str], tmp_path: Path
 ) -> None:
-    task = _task([length], prompts=wanted)
+    task = _task([length], loss=PolicyLoss(prompts=wanted))
     trainer(default_root_dir=tmp_path, max_steps=1).fit(task, _loader(batch_size=4))
     found = _answered(task)
     made = task.experience(prompt_batch(ROWS), 3)
@@ -65,7 +65,7 @@ def test_prompts_whose_samples_have_one_reward_are_replaced(
         assert bool(group.any()) == DIFFERENT[prompt]
         row = made.rows["input_ids"][4 * place]
         assert task.tokenizer.decode(row.tolist()).startswith(prompt)
-    task.prompts = None  # an answer does not depend on the others that are written
+    task.loss = PolicyLoss()  # an answer does not depend on the others that are written
     whole = task.experience(prompt_batch(ROWS), 3)
     for place, prompt in enumerate(kept):
         number = list(DIFFERENT).index(prompt)
@@ -76,22 +76,24 @@ def test_prompts_whose_samples_have_one_reward_are_replaced(
 
 
 def test_a_batch_without_spare_prompts_is_refused_before_generation(tmp_path: Path) -> None:
-    task = _task([length], prompts=3)
+    task = _task([length], loss=PolicyLoss(prompts=3))
     calls = _answered(task)
-    with pytest.raises(ConfigurationError, match="prompts must be at most the number of prompts in a batch, 2, got 3"):
+    with pytest.raises(
+        ConfigurationError, match=r"loss\.prompts must be at most the number of prompts in a batch, 2, got 3"
+    ):
         trainer(default_root_dir=tmp_path, max_steps=1).fit(task, _loader(batch_size=2))
     assert calls == []
     with pytest.raises(ConfigurationError, match="prompts must be null for reinforce"):
-        _task([length], prompts=2, loss=PolicyLoss("reinforce++"))
+        PolicyLoss("reinforce++", prompts=2)
     with pytest.raises(ConfigurationError, match="prompts must be a whole number of at least 1 or null"):
-        _task([length], prompts=0)
+        PolicyLoss(prompts=0)
 
 
 def test_a_run_that_replaces_prompts_resumes_bit_for_bit(tmp_path: Path) -> None:
     found = []
     for path in (None, tmp_path / "half.ckpt"):
         seen = Seen(3, tmp_path / "half.ckpt")
-        task = _task([length], prompts=2, uses=2)
+        task = _task([length], loss=PolicyLoss(prompts=2), uses=2)
         run = trainer(default_root_dir=tmp_path, max_steps=6, callbacks=[ExactResume(), seen])
         run.fit(task, _loader(batch_size=4, shuffle=True), ckpt_path=path)
         found.append((task.state_dict(), seen.figures[-3:]))
@@ -114,7 +116,7 @@ def test_two_processes_that_replace_prompts_train_as_one(tmp_path: Path) -> None
 def _trained(kind: Any, folder: Path, **options: Any) -> Any:
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     rollout = Rollout(samples=4, max_new_tokens=8, stop=("a",))
-    task = _task([length], loss=PolicyLoss(kind), prompts=2 // world, rollout=rollout)
+    task = _task([length], loss=PolicyLoss(kind, prompts=2 // world), rollout=rollout)
     rows: Any = ROWS
     order: Any = DistributedSampler(rows, world, rank, False)
     run = trainer(default_root_dir=folder, max_steps=3, use_distributed_sampler=False, **options)
