@@ -71,8 +71,8 @@ class PolicyOptimization(ReferenceTask):
     log-probability of the tokens), ``clipped_low``, ``clipped_high``, ``kl`` (k3), ``rounding``, the mean difference
     between the log-probabilities of the tokens when they were drawn and in training, and ``importance`` and
     ``importance_max``, the mean and the largest ratio of these probabilities. With ``loss.prompts`` also ``answered``,
-    the number of prompts that were answered, and ``used``, the number of prompts with different rewards. Under ``val/`` and ``test/``: ``reward``, ``reward/NAME``, ``length`` and ``truncated`` of one sample of each
-    prompt.
+    the number of prompts that were answered, and ``used``, the number of prompts with different rewards. Under ``val/``
+    and ``test/``: ``reward``, ``reward/NAME``, ``length`` and ``truncated`` of one sample of each prompt.
 
     Args:
         rewards: Rewards, summed by their weights: functions (`Reward`) and networks (`RewardModel`).
