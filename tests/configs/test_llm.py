@@ -43,7 +43,11 @@ TUNED = ("full_finetune", "lora", "dora", "qlora", "dpo")  # dpo starts from ful
 
 
 @pytest.mark.turns(4, family="shipped configs")
-@pytest.mark.parametrize("tuned", [("lora",), pytest.param(TUNED, marks=pytest.mark.nightly)], ids=["lora", "all"])
+@pytest.mark.parametrize(
+    "tuned",
+    [("lora",), pytest.param(TUNED, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])],
+    ids=["lora", "all"],
+)
 def test_configs_run_as_their_headers_say_and_so_does_what_they_print(
     tuned: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
