@@ -497,3 +497,52 @@ def _of_messages(prompt: str, completion: str, row: Any, messages: Any, environm
     assert environment is None
     assert [one["content"] for one in messages] == [prompt, completion]
     return len(messages)
+
+
+class Kept(Seen):
+    """The samples behind each step, too."""
+
+    def __init__(self, save_at: int, path: Path) -> None:
+        super().__init__(save_at, path)
+        self.samples: list[dict[int, Any]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        if trainer.global_step == self.save_at:
+            self.save_at = -1  # and not behind the first part of the next step
+        held = trainer.lightning_module._held
+        self.samples.append({place: {**one.rows, "a": one.advantage, "old": one.old} for place, one in held.items()})
+
+
+def _interrupted(environment: Environment | None, path: Path | None) -> None:
+    task = _task(environment, uses=3, loss=PolicyLoss("dapo", kl="k3", beta=0.1))
+    seen = Kept(4, Path("half.ckpt"))
+    run = trainer(max_steps=8, callbacks=[ExactResume(), seen], accumulate_grad_batches=2, devices=2, strategy="ddp")
+    run.fit(task, _loader([*ROWS, *ROWS, *ROWS], batch_size=1, shuffle=True), ckpt_path=path)
+    found = {"weights": task.state_dict(), "figures": seen.figures, "samples": seen.samples}
+    torch.save(found, f"{'whole' if path is None else 'resumed'}{torch.distributed.get_rank()}.pt")
+
+
+@pytest.mark.turns(2, family="ranks")
+@pytest.mark.parametrize("environment", [None, Echo()], ids=["answers", "conversations"])
+def test_two_processes_resume_in_the_middle_of_their_samples(environment: Any, tmp_path: Path) -> None:
+    """Step 4 of 8 is the second of three steps with the samples of the fourth."""
+    for path in (None, Path("half.ckpt")):
+        run_ranks(_interrupted, tmp_path, environment, path)
+    sizes = []
+    for rank in range(2):
+        whole, resumed = (torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for name in ("whole", "resumed"))
+        for name, tensor in whole["weights"].items():
+            assert torch.equal(tensor, resumed["weights"][name])
+        assert len(resumed["samples"]) == 8
+        # Lightning restores the last figures of the samples, of rank 0 in all ranks, until there are new samples.
+        assert whole["figures"][-4:] == resumed["figures"][-4:]
+        for name in ("train/loss", "train/kl", "train/clipped_high"):
+            assert [one[name] for one in whole["figures"][-8:]] == [one[name] for one in resumed["figures"]]
+        for before, after in zip(whole["samples"][-8:], resumed["samples"]):
+            assert before.keys() == after.keys()
+            for place, fields in before.items():
+                for name, tensor in fields.items():
+                    assert torch.equal(tensor, after[place][name])
+        sizes.append(whole["samples"][-1][0]["input_ids"].tolist())
+    assert sizes[0] != sizes[1]  # each process has samples of its own
