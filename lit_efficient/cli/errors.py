@@ -217,6 +217,9 @@ _BOILERPLATE = re.compile(
 )
 
 
+_SAID = 5.5  # priority of what an import or a constructor says
+
+
 class _Cause(NamedTuple):
     """A cause in a report. The report has one for each alternative that was tried.
 
@@ -248,7 +251,7 @@ def parsing_error(message: str, tree: Table, unlikely: Set[str] = frozenset()) -
         unlikely: Classes that were tried, and that the config does not mean.
     """
     message = message.removeprefix("Problems parsing config: ")
-    causes = list(_causes(message, unlikely))
+    causes = _without_other_classes(list(_causes(message, unlikely)))
     if not causes:
         return ConfigurationError(message.replace('"<unicode string>", ', ""))
     _, where, cause = max(causes, key=lambda entry: (entry[2].priority, entry[0]))
@@ -261,6 +264,18 @@ def parsing_error(message: str, tree: Table, unlikely: Set[str] = frozenset()) -
     if accepted:
         lines.append(f"  accepted: {accepted.rstrip(')')}")
     return ConfigurationError("\n".join(lines))
+
+
+def _without_other_classes(causes: list[tuple[int, str, _Cause]]) -> list[tuple[int, str, _Cause]]:
+    """Leave out options that one class lacks and that another class has, which complains about the value."""
+    keys = {where.rpartition(".")[2] for _, where, _ in causes}
+    imports = {where.rpartition(".")[2] for _, where, cause in causes if cause.priority == _SAID}
+    found = []
+    for depth, where, cause in causes:
+        lacks = cause.text.startswith("no option")
+        if not lacks or (cause.name not in keys and where.rpartition(".")[2] not in imports):
+            found.append((depth, where, cause))
+    return found or causes
 
 
 def _causes(message: str, unlikely: Set[str]) -> Iterator[tuple[int, str, _Cause]]:
@@ -286,7 +301,7 @@ def _causes(message: str, unlikely: Set[str]) -> Iterator[tuple[int, str, _Cause
         allowed = _readable_types(subtypes.get(len(here), ""))
         cause = _cause(line.strip(" -"), allowed, _given(lines, here))
         if cause is None and (classes or line.lstrip().startswith("- ")) and not _BOILERPLATE.match(line):
-            cause = _Cause(5.5, line.strip(" -"))  # what an import or a constructor says
+            cause = _Cause(_SAID, line.strip(" -"))
         if cause is None:
             continue
         if cause.text.startswith("no option"):
@@ -303,7 +318,7 @@ def _causes(message: str, unlikely: Set[str]) -> Iterator[tuple[int, str, _Cause
 
 def _may_be_another(text: str, message: str) -> bool:
     """Return whether a class that one alternative refuses is accepted by another one."""
-    refused = re.match(r"(\S+) is not a \w+|there is no class '(\w+)'", text)
+    refused = re.match(r"(\S+) is not an? \w+|there is no class '(\w+)'", text)
     if not refused:
         return False
     name = re.escape(refused[1] or refused[2])
@@ -350,7 +365,10 @@ def _no_subclass(match: re.Match[str], allowed: str, given: str) -> _Cause:
     near = ""
     if bases:
         near = did_you_mean(class_name(name), _subclasses(bases))
-    return _Cause(7, f"{name or 'the class'} is not a {match[2]}{near}")
+    article = "a"
+    if match[2][0] in "AEIOU":
+        article = "an"
+    return _Cause(7, f"{name or 'the class'} is not {article} {match[2]}{near}")
 
 
 def _no_path(match: re.Match[str], allowed: str, given: str) -> _Cause:

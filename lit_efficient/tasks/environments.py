@@ -129,7 +129,8 @@ def _description(function: Any) -> dict[str, Any]:
         return dict(get_json_schema(function))
     except Exception as error:  # transformers has errors of its own for each part of a function
         allowed = "functions with annotated arguments and a docstring with an Args: section"
-        raise refusal("ToolEnvironment", "functions", f"{allowed} ({error})", function) from error
+        name = getattr(function, "__name__", function)
+        raise refusal("ToolEnvironment", "functions", f"{allowed} ({error})", name) from error
 
 
 def call_environment(environment: Environment, seed: int, method: str, *given: Any) -> tuple[list[Message], str]:

@@ -71,8 +71,14 @@ class Reward:
             signature = inspect.signature(self.function)
         except ValueError:  # of a function in C
             return
+        beside = dict.fromkeys(self._beside)
         try:
-            signature.bind("", "", {}, **arguments, **dict.fromkeys(self._beside))
+            signature.bind_partial("", "", {}, **beside)
+        except TypeError as error:
+            allowed = "a function of prompt, completion and row"
+            raise refusal("Reward", "function", allowed, f"{self.name}{signature}") from error
+        try:
+            signature.bind("", "", {}, **arguments, **beside)
         except TypeError as error:
             allowed = f"those of {self.name}{signature} behind prompt, completion and row ({error})"
             raise refusal("Reward", "arguments", allowed, self.arguments) from error
