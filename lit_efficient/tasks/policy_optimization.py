@@ -90,6 +90,7 @@ class PolicyOptimization(ReferenceTask):
     """
 
     trains_on = ("prompts",)
+    loads_as = "Preference"  # without rewards, and with start_from, whose weights adapters need
     without_reference = ", or set loss.kl to none"
 
     def __init__(

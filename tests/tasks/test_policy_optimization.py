@@ -20,6 +20,7 @@ from lit_efficient import (
     ChunkedCrossEntropy,
     ExactResume,
     GPTConfig,
+    LanguageModeling,
     LoRA,
     PolicyLoss,
     PolicyOptimization,
@@ -324,6 +325,28 @@ def test_prompts_come_from_files_and_the_answer_is_written_after_training(tmp_pa
         (tmp_path / "bad.jsonl").write_text(bad)
         with pytest.raises(ConfigurationError, match="a row needs a prompt"):
             PromptData(train=str(tmp_path / "bad.jsonl"), tokenizer=str(tmp_path / "base")).setup()
+
+
+def test_adapters_on_a_start_are_loaded_with_it(tmp_path: Path) -> None:
+    """They do not fit the weights of the folder that the start was trained from."""
+    writer()[0].save_pretrained(tmp_path / "base")
+    model = CausalLMConfig(str(tmp_path / "base"))
+    start = LanguageModeling(model)
+    start.tokenizer_state = pack_tokenizer(writer()[1])
+    start.configure_model()
+    with torch.no_grad():
+        for parameter in start.parameters():
+            parameter.mul_(1.5)
+    run = trainer(default_root_dir=tmp_path, max_steps=1)
+    run.strategy.connect(start)
+    run.save_checkpoint(tmp_path / "start.ckpt")
+    task = _task(model=model, start_from=str(tmp_path / "start.ckpt"))
+    run = trainer(default_root_dir=tmp_path, max_steps=2, callbacks=[LoRA(rank=4, modules_to_save=None)])
+    run.fit(task, _loader())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    loaded, _ = load_language_model(str(tmp_path / "run.ckpt"))
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(loaded.network(ids).logits, task.eval().network(ids).logits)
 
 
 @pytest.mark.turns(4, family="ranks")
