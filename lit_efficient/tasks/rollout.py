@@ -17,6 +17,7 @@ from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.models.generation.batched import Sample, generate
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.tasks.conversations import Conversation, as_messages, converse, parts_of
+from lit_efficient.tasks.engines import VLLM
 from lit_efficient.tasks.environments import Environment
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.text_generation import Ending, as_chat, encoded_prompt, room_for, stop_ids
@@ -38,6 +39,7 @@ class Rollout:
         rows: Largest number of samples that are written at a time. null: all of a batch.
         seed: Seed of the draws, which also depend on the step and on the place in the batch.
         chat: Write each prompt that is a text as a user's turn in the chat template.
+        engine: vLLM in the place of the generator of this package, for networks with LoRA. null: that generator.
     """
 
     samples: int = 8
@@ -50,6 +52,7 @@ class Rollout:
     rows: int | None = None
     seed: int = 0
     chat: bool = False
+    engine: VLLM | None = None
 
     def __post_init__(self) -> None:
         check_number("Rollout", "samples", self.samples, least=1, whole=True)
@@ -167,17 +170,12 @@ def continue_ids(
         room = [rollout.max_new_tokens] * len(prompts)
         ids = _cut(task, prompts, rollout.max_new_tokens)
     ending = Ending(tokenizer, ids, rollout.stop)
-    samples = generate(
-        network,
-        ids,
-        room,
-        sampling=rollout.sampling,
-        seeds=seeds,
-        stop=_stop_ids(task) | {*stop},
-        written=ending if rollout.stop else None,
-        rows=rollout.rows,
-        device=task.device,
-    )
+    how: dict[str, Any] = {"sampling": rollout.sampling, "seeds": seeds, "stop": _stop_ids(task) | {*stop}}
+    how["written"] = ending if rollout.stop else None
+    if rollout.engine is not None:
+        samples = rollout.engine.write(task, ids, room, endings=rollout.stop, **how)
+    else:
+        samples = generate(network, ids, room, rows=rollout.rows, device=task.device, **how)
     texts = []
     for i, sample in enumerate(samples):
         texts.append(ending.text(i, sample.tokens[:-1] if sample.end == "stop" else sample.tokens)[0])
@@ -223,6 +221,8 @@ def check_writes(task: LanguageModeling, rollout: Rollout, environment: Environm
             f"{type(task).__name__}: {traits.name} shards the weights, and processes generate different numbers of "
             "tokens: use one process or DDP, with LoRA or QuantizeBase to save memory"
         )
+    if rollout.engine is not None:
+        rollout.engine.check(task)
     room_for(task._built(), rollout.max_new_tokens + (0 if environment is None else environment.max_tokens))
     if environment is not None:
         GrowingChat(task.tokenizer, environment.tools, _stop_ids(task))

@@ -73,6 +73,14 @@ class VLLMServer:
         except (ValueError, KeyError, TypeError):
             self.refuse("/v1/completions", f"answered {text[:_SHOWN]!r}, which is not one completion")
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Let the server load an adapter from a folder of peft that it can read."""
+        self.send("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    def unload_adapter(self, name: str) -> None:
+        """Let the server forget an adapter."""
+        self.send("/v1/unload_lora_adapter", {"lora_name": name})
+
     def send(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         """Send a request, a POST if there is a body, and return the answer.
 
