@@ -30,11 +30,19 @@ MOST = 10
 # key of `param_groups`, which users give groups of their own, schedules write and checkpoints hold, as of all of
 # torch's optimizers; a block would be one name in the constructor, and others in the groups. LatentDiffusion:
 # `override` names some of the other ten. TextEncoderConfig: its place, number format and variant are those of
-# DiffusersModelConfig, under the same names. Rollout: its sampling has the names of `generate`, and its engine is a block.
+# DiffusersModelConfig, under the same names. Rollout: its sampling has the names of `generate`.
 EXEMPT = {"ChatDataModule", "EncodedData", "ImageData", "LanguageData", "PhotoCrops", "PreferenceData", "PythonCorpus"}
 EXEMPT |= {"EmbeddingData", "LabelledTextData", "Preference", "Recipe", "UnpairedPreferenceData"}
 EXEMPT |= {"LatentDiffusion", "LoRA", "MuonAdamW", "Rollout", "TextEncoderConfig"}
-EXEMPT |= {"BackboneShape", "Card", "Measured", "Plan", "Trace", "VariantResult"}  # records, not written by hand
+EXEMPT |= {
+    "BackboneShape",
+    "Card",
+    "Measured",
+    "Plan",
+    "Trace",
+    "Traits",
+    "VariantResult",
+}  # records, not written by hand
 
 
 def arguments(node: ast.ClassDef) -> list[str]:
