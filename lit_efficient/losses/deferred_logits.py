@@ -293,7 +293,7 @@ class _DeferringNetwork:
         if self.training:
             terms = TokenLoss(ignore_index, settings.label_smoothing, settings.z_loss)
         if self._wanted is not None and self._wanted["temperature"] != 1:
-            logits = logits / self._wanted["temperature"]
+            logits = logits._times(1 / self._wanted["temperature"])
         terms = logits.terms(terms)
         head: Any = output_head(self)  # type: ignore[arg-type]
         if own is token_losses or self._wanted is not None:

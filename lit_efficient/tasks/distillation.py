@@ -233,7 +233,7 @@ class Distillation(LanguageModeling):
         return self.objective.weight
 
     def _losses(
-        self, batch: dict[str, Tensor], weighting: TokenWeighting | None = None
+        self, batch: dict[str, Tensor], weighting: TokenWeighting | None = None, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         parts, targets, router_loss = self._token_losses(batch, 0.0)
         return parts.cross_entropy, targets, router_loss

@@ -193,7 +193,8 @@ class VLLM:
             tokens = [int(token.removeprefix("token_id:")) for token in found["tokens"]]
             values = [float(value) for value in found["token_logprobs"]]
         except (KeyError, TypeError, ValueError, AttributeError):
-            tokens = values = []
+            tokens = []
+            values = []
         if not tokens or len(tokens) != len(values) or not all(-math.inf < value < 1e-3 for value in values):
             self._backend.refuse(_COMPLETIONS, f"returned no tokens with log-probabilities, but {str(answer)[:300]}")
         sample = Sample()
@@ -239,5 +240,5 @@ def _digest_of(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.blake2b()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

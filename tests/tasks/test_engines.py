@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -71,7 +72,7 @@ def _run(folder: Path, out: Path, steps: int = 3, lora: bool = True, world: int 
         **options,
     )
     rows: Any = ROWS
-    rank = torch.distributed.get_rank() if world > 1 else 0
+    rank = int(os.environ["RANK"]) if world > 1 else 0
     order: Any = DistributedSampler(rows, world, rank, False)
     run.fit(task, DataLoader(rows, 2 // world, sampler=order, collate_fn=prompt_batch))
     return task, seen.figures
