@@ -176,8 +176,9 @@ def _normalised(values: Tensor, like: Tensor) -> Tensor:
 
 def overlong_penalty(lengths: Tensor, longest: int, room: int) -> Tensor:
     """Return the penalty ``[N]`` of answers: 0 up to ``longest - room`` tokens, then growing to 1 at ``longest``."""
+    lengths = lengths.float()
     if not room:
-        return torch.zeros(len(lengths), device=lengths.device)
+        return torch.zeros_like(lengths)
     return ((lengths - (longest - room)) / room).clamp(0, 1)
 
 

@@ -35,6 +35,7 @@ from lit_efficient.losses.policy import (
     policy_loss,
     token_advantages,
 )
+from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.networks.gpt import GPTConfig
 from lit_efficient.tasks.environments import Environment
@@ -263,7 +264,12 @@ class PolicyOptimization(ReferenceTask):
             assert network is not None
             reference = network(self._built(), lambda: self._token_log_probs(inputs)[0])
         left_out = rewards.isnan()
-        advantage = self._advantage(rewards, drawn, reference, inputs["labels"][:, 1:] != IGNORE)
+        policy = drawn
+        if self.loss.kl == "k1" and self.rollout.sampling != Sampling(self.rollout.temperature, 1.0):
+            # A filter raises the probabilities of what it leaves, and k1 would grow with each token.
+            with torch.no_grad():
+                policy = self._token_log_probs(inputs)[0]
+        advantage = self._advantage(rewards, policy, reference, inputs["labels"][:, 1:] != IGNORE)
         inputs["labels"] = inputs["labels"].masked_fill(left_out[:, None], IGNORE)
         self.sample_table = table_of(kept, [reward.name for reward in self.rewards], advantage)
         return Experience(inputs, advantage, drawn, None, reference, figures)
@@ -285,11 +291,11 @@ class PolicyOptimization(ReferenceTask):
             learned = torch.where(cut, math.nan, rewards)
         return JudgedSamples(prompts, written, parts, rewards, learned, lengths, cut)
 
-    def _advantage(self, rewards: Tensor, drawn: Tensor, reference: Tensor | None, mask: Tensor) -> Tensor:
+    def _advantage(self, rewards: Tensor, policy: Tensor, reference: Tensor | None, mask: Tensor) -> Tensor:
         kind = self.loss.kind
         if self.loss.kl == "k1":
             assert reference is not None
-            penalties = self.loss.beta * (drawn - reference) * mask
+            penalties = self.loss.beta * (policy - reference) * mask
             if kind == "reinforce++":
                 return token_advantages(rewards, penalties, mask, _gathered)
             rewards = rewards - penalties.sum(1)
@@ -348,8 +354,7 @@ class PolicyOptimization(ReferenceTask):
 
     def _evaluate(self, batch: dict[str, Any], batch_idx: int, prefix: str) -> None:
         """Log the rewards of one sample of each prompt, whose draws are the same in each validation."""
-        seeds = [mix_seed(self.rollout.seed, batch_idx, self.global_rank, i) for i in range(len(batch["prompts"]))]
-        written = self._write(batch["prompts"], seeds, batch["rows"])
+        written = self._write(batch["prompts"], self._seeds(batch, batch_idx), batch["rows"])
         parts = self._judge(batch["prompts"], written, batch["rows"], mix_seed(self.rollout.seed, batch_idx))
         lengths = torch.tensor([len(sample.tokens) for sample in written.samples])
         cut = torch.tensor([sample.end == "length" for sample in written.samples])
@@ -363,8 +368,12 @@ class PolicyOptimization(ReferenceTask):
             self.log(f"{prefix}/{name}", _mean(found), batch_size=len(found), sync_dist=True)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str]:
-        """Return continued texts for ``prompts``."""
-        return self.generate_text(batch["prompts"], chat=self._chats)
+        """Return an answer to each of ``prompts``, which is written as in validation."""
+        return self._write(batch["prompts"], self._seeds(batch, batch_idx), batch.get("rows", ())).texts
+
+    def _seeds(self, batch: dict[str, Any], batch_idx: int) -> list[int]:
+        """Return seeds that are the same in each validation."""
+        return [mix_seed(self.rollout.seed, batch_idx, self.global_rank, i) for i in range(len(batch["prompts"]))]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -229,7 +229,7 @@ def rewards_of(
             for prompt, text, (_, sentence) in zip(asked, texts, own):
                 if sentence:
                     sentences.append(f"{sentence} (prompt {prompt[:60]!r}, completion {text[:60]!r})")
-    return torch.tensor(found).T, sentences
+    return torch.tensor(found, dtype=torch.float32).T, sentences  # the default dtype may have fewer bits
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

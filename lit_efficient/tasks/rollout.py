@@ -281,4 +281,5 @@ def joined(
         drawn.append([next(log_probs) if is_own else 0.0 for is_own in own] + [0.0] * padding)
     rows = {"input_ids": ids, "labels": labels, "attention_mask": masks}
     tensors = {name: torch.tensor(values, device=device) for name, values in rows.items()}
-    return tensors, torch.tensor(drawn, device=device)[:, 1:]
+    # The default dtype may have fewer bits.
+    return tensors, torch.tensor(drawn, dtype=torch.float32, device=device)[:, 1:]

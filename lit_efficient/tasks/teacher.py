@@ -232,7 +232,7 @@ def served_top_k(teacher: ServedTeacher, batch: Mapping[str, Tensor], vocab_size
             asked.append((row, places[: int(learned[-1]) + 2]))  # up to the last token that contributes
     found = teacher.top_k([batch["input_ids"][row, places].tolist() for row, places in asked])
     ids = torch.zeros(*targets.shape, teacher.k, dtype=torch.int64, device=targets.device)
-    log_probs = torch.zeros(*targets.shape, teacher.k + 1, device=targets.device)
+    log_probs = torch.zeros(*targets.shape, teacher.k + 1, device=targets.device, dtype=torch.float32)
     for (row, places), (their_ids, their_log_probs) in zip(asked, found):
         ids[row, places[:-1]] = their_ids.to(targets.device)
         log_probs[row, places[:-1]] = their_log_probs.to(targets.device)

@@ -212,6 +212,41 @@ def test_accumulated_batches_have_the_gradients_of_one_batch(kind: Any, tmp_path
         torch.testing.assert_close(found[1][name], tensor, atol=2e-6, rtol=1e-5)
 
 
+def _lengths(prompt: str, completion: str, row: Any) -> float:
+    return 1000 + 0.01 * len(completion)
+
+
+def test_rewards_are_not_rounded_to_the_precision_of_the_weights(tmp_path: Path) -> None:
+    task = _task([_lengths])
+    held: list[Any] = []
+    task._loss_of = lambda one, log_probs: held.append(one) or PolicyOptimization._loss_of(task, one, log_probs)  # type: ignore
+    trainer(default_root_dir=tmp_path, max_steps=1, precision="bf16-true").fit(task, _loader())
+    assert held[0].advantage.dtype == held[0].drawn.dtype == torch.float32
+    assert held[0].advantage.unique().numel() > 2
+
+
+def test_filters_of_sampling_do_not_count_as_divergence(tmp_path: Path) -> None:
+    """At the first step the policy is the reference, and k1 is 0 for every token."""
+    how: dict[str, Any] = {"rollout": Rollout(samples=4, max_new_tokens=6, top_k=5, stop=("a",))}
+    held: list[Any] = []
+    for loss in (PolicyLoss("rloo"), PolicyLoss("rloo", kl="k1", beta=1.0)):
+        task = _task(loss=loss, **how)
+        task._loss_of = lambda one, log_probs, task=task: (  # type: ignore[method-assign]
+            held.append(one.advantage) or PolicyOptimization._loss_of(task, one, log_probs)
+        )
+        trainer(default_root_dir=tmp_path, max_steps=1).fit(task, _loader())
+    torch.testing.assert_close(held[0], held[1], atol=1e-5, rtol=1e-5)
+
+
+def test_answers_are_predicted_as_in_validation(tmp_path: Path) -> None:
+    task = _task([_lengths])
+    rows = [{"prompt": "on"}, {"prompt": "a dog"}]
+    (answers,) = trainer(default_root_dir=tmp_path).predict(task, _loader(rows))
+    run = trainer(default_root_dir=tmp_path, limit_val_batches=1.0)
+    found = run.validate(task, _loader(rows), verbose=False)[0]["val/reward"]
+    assert found == pytest.approx(sum(_lengths("", answer, None) for answer in answers) / 2)
+
+
 def test_another_fit_draws_new_samples(tmp_path: Path) -> None:
     weights = []
     task = _task(uses=4)
