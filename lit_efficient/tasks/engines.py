@@ -175,8 +175,8 @@ class VLLM:
         if any(value > _NONE for value in others):
             self._backend.refuse(
                 _COMPLETIONS,
-                "returns log-probabilities before temperature and filters: start it with --logprobs-mode "
-                "processed_logprobs, or set temperature and top_p to 1, and top_k and min_p to 0",
+                "returns log-probabilities before temperature and filters: start it with vLLM's "
+                "logprobs-mode processed_logprobs, or set temperature and top_p to 1, and top_k and min_p to 0",
             )
         self._is_checked = True
 

@@ -116,7 +116,7 @@ def test_a_server_with_other_log_probabilities_is_refused_where_they_differ(fold
         task, _ = _run(folder, tmp_path, 1, engine=VLLM(server.url))
         for rollout in ({"temperature": 0.7}, {"top_k": 9}, {"min_p": 0.1}, {"top_p": 0.9}):
             task.rollout = replace(task.rollout, **rollout)
-            with pytest.raises(ConfigurationError, match="start it with --logprobs-mode processed_logprobs"):
+            with pytest.raises(ConfigurationError, match="start it with vLLM's logprobs-mode processed_logprobs"):
                 _write(task)
 
 
