@@ -39,7 +39,7 @@ def stable_diffusion(folder: Path) -> None:
     parts = {
         "text_encoder": clip(16, "CLIPTextModel"),
         "tokenizer": tokenizer(),
-        "scheduler": DDIMScheduler(steps_offset=1, clip_sample=False),
+        "scheduler": DDIMScheduler(1000, 0.00085, 0.012, "scaled_linear", steps_offset=1, clip_sample=False),
     }
     none = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     StableDiffusionPipeline(vae=vae, unet=unet, **parts, **none).save_pretrained(folder)
