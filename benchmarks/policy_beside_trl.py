@@ -38,11 +38,11 @@ from lit_efficient import (
 from lit_efficient.data.prompt_data import prompt_batch
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer, pack_tokenizer
 
-PROMPTS = 4
+PROMPTS = 2
 SAMPLES = 8
-NEW = 32
+NEW = 16
 STEPS = 3
-ROUNDS = 3
+ROUNDS = 1
 RATE = 1e-5
 NEVER = "<reponame>"  # a special token of SmolLM2
 ROWS = [{"prompt": f"Write one short sentence about the number {i} and about what it is used for."} for i in range(32)]

@@ -85,7 +85,8 @@ class PolicyOptimization(ReferenceTask):
             template, and a sample is a conversation.
         start_from: Checkpoint of `LanguageModeling` (SFT) of the same shape with the initial weights. Its adapters are
             merged. A resumed run needs this file too.
-        learning_rate: Peak learning rate of AdamW: about 1e-6 for all weights, ten times more for adapters.
+        learning_rate: Peak learning rate of AdamW: about 1e-6 for all weights of a large model, 1e-5 to 3e-4 for
+            adapters.
         weight_decay: Weight decay of the matrices.
         warmup_steps: As in `LanguageModeling`.
     """
