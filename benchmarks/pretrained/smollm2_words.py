@@ -202,7 +202,10 @@ def write() -> None:
     after = json.loads((RUN / "after.json").read_text("utf-8"))
     steps = curve()
     draw(steps)
-    gains = [new - old for new, old in zip(after["rewards"], before["rewards"], strict=True)]
+    count = len(after["rewards"])
+    before = {name: values[:count] for name, values in before.items()}
+    gains = [new - old for new, old in zip(after["rewards"], before["rewards"])]
+    rewards = [one["reward"] for one in steps]
     cpu = [
         later["cpu"] - earlier["cpu"] for earlier, later in itertools.pairwise(steps) if later["cpu"] > earlier["cpu"]
     ]
@@ -214,6 +217,9 @@ def write() -> None:
         "solved_after": statistics.mean(after["solved"]),
         "seconds": statistics.median(cpu),
         "steps": len(steps),
+        "prompts": count,
+        "first": statistics.mean(rewards[:4]),
+        "last": statistics.mean(rewards[-4:]),
     }
     source = json.loads(figures.FILE.read_text("utf-8"))
     source["records"] = [record for record in source["records"] if record["id"] != TABLE]
@@ -222,9 +228,10 @@ def write() -> None:
     source["records"].append(
         {
             "id": TABLE,
-            "text": "The mean reward of the held-out prompts rises from {before} to {after} (the gain is {gain}, 95% "
-            "intervals over 64 prompts), and the share of answers with all words in one sentence from "
-            "{solved_before:.0%} to {solved_after:.0%}, in {steps} steps of {seconds:.0f} CPU-seconds",
+            "text": "In {steps} steps of {seconds:.0f} CPU-seconds the mean reward of four steps rises from "
+            "{first:.2f} to {last:.2f}. That of {prompts} held-out prompts rises from {before} to {after} (gain "
+            "{gain}, 95% intervals), and the share of answers with all words in one sentence from "
+            "{solved_before:.0%} to {solved_after:.0%}",
             "command": "python -m benchmarks.pretrained.smollm2_words",
             "unit": "reward of 1.5, shares, CPU-seconds",
             "figures": found,
