@@ -52,7 +52,7 @@ from lit_efficient.files.checkpoints import Checkpoint, state_of
 from lit_efficient.files.runs import real
 from lit_efficient.internals.jsonargparse_parser import spelt_for, subcommands
 from lit_efficient.internals.lightning_cli import OpenCLI
-from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.lightning_strategies import pickles
 from lit_efficient.internals.lightning_wandb import begin_late
 from lit_efficient.internals.wraps import wrap_method
 from lit_efficient.traits import Trait, has_trait
@@ -295,7 +295,7 @@ class LitEfficientCLI(OpenCLI):
                 f"trainer: SLURMEnvironment reads {error.args[0]}, which srun sets for the processes that it starts: "
                 "outside of a job leave the overlay scale/slurm out, to check the rest as well"
             ) from error
-        if traits_of(made.strategy).pickles:
+        if pickles(made.strategy):
             raise ConflictError(
                 "trainer.strategy: it starts processes that get the trainer by pickle, and a run of the command line "
                 "cannot be pickled: use ddp, or ddp_fork"

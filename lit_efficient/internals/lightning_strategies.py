@@ -31,7 +31,6 @@ class Traits:
 
     name: str  # class that determines the properties, for error messages
     spawns: bool  # spawns or forks processes with copies of the module: ``_MultiProcessingLauncher``
-    pickles: bool  # copies the trainer into these processes by pickle: ``_start_method``
     replicates: bool  # each process holds and steps all parameters (DDP)
     dtensors: bool  # each parameter is sharded as a DTensor (FSDP2)
     flattens: bool  # the optimizer steps concatenations or copies of parameters (FSDP1, DeepSpeed)
@@ -62,7 +61,6 @@ def traits_of(strategy: object) -> Traits:
     return Traits(
         name=names[0] if own or not sharding else sharding[0],
         spawns="_MultiProcessingLauncher" in launchers,
-        pickles=getattr(getattr(strategy, "launcher", None), "_start_method", "fork") != "fork",
         replicates=not flattens and not _REPLICATES.isdisjoint(names),
         dtensors=not _DTENSORS.isdisjoint(names),
         flattens=flattens,
@@ -71,6 +69,11 @@ def traits_of(strategy: object) -> Traits:
         shards_itself=own,
         views=bool(getattr(strategy, "gradients_are_views", False)),
     )
+
+
+def pickles(strategy: object) -> bool:
+    """Return whether a strategy copies the trainer into its processes by pickle: ``_start_method`` of its launcher."""
+    return getattr(getattr(strategy, "launcher", None), "_start_method", "fork") != "fork"
 
 
 def data_rank(trainer: Trainer) -> int:

@@ -7,6 +7,7 @@ from lit_efficient.internals.lightning_strategies import (
     Traits,
     forget_first_backward,
     is_parallel,
+    pickles,
     run_alone,
     traits_of,
 )
@@ -24,13 +25,13 @@ def traits(name, **given):
 @leans_on("lightning", "_MultiProcessingLauncher, _start_method", "lightning_strategies")
 def test_strategies_that_spawn_or_fork_are_known(namespace):
     spawns = {}
-    pickles = {}
+    pickled = {}
     for name in ("ddp", "ddp_spawn", "ddp_fork"):
         strategy = trainer(namespace, strategy=name, devices=2).strategy
         strategy._configure_launcher()
         spawns[name] = traits_of(strategy).spawns
-        pickles[name] = traits_of(strategy).pickles
-    assert pickles == {"ddp": False, "ddp_spawn": True, "ddp_fork": False}
+        pickled[name] = pickles(strategy)
+    assert pickled == {"ddp": False, "ddp_spawn": True, "ddp_fork": False}
     assert spawns == {"ddp": False, "ddp_spawn": True, "ddp_fork": True}
 
 
