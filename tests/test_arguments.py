@@ -40,7 +40,6 @@ EXEMPT |= {
     "Measured",
     "Plan",
     "Trace",
-    "Traits",
     "VariantResult",
 }  # records, not written by hand
 
