@@ -283,6 +283,13 @@ def test_weights_whose_gradients_are_coarse_or_missing_hide_no_path(
         DocumentRows("Task").arguments(network.train(), WITH_SPECIAL)
 
 
+def test_weights_in_float64_are_enlarged_and_restored() -> None:
+    network = network_of("llama").double()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    assert DocumentRows("Task").arguments(network.train(), PACKED)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
 def test_a_network_without_gradients_is_asked_for_equal_logits() -> None:
     network = network_of("llama")
     plain = network.model.layers[0].forward

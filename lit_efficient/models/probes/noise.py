@@ -72,8 +72,8 @@ def enlarged(network: nn.Module) -> Iterator[None]:
     held = [_held(p) for p in matrices]
     exponents = []
     if held:
-        squares = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in held]
-        largest = [torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32) for tensor in held]
+        squares = [_norm(tensor, 2) for tensor in held]
+        largest = [_norm(tensor, math.inf) for tensor in held]
         for p, tensor, norm, most in zip(
             matrices, held, torch.stack(squares).tolist(), torch.stack(largest).tolist(), strict=True
         ):
@@ -85,6 +85,11 @@ def enlarged(network: nn.Module) -> Iterator[None]:
     finally:
         for tensor, exponent in zip(held, exponents, strict=True):
             tensor.mul_(2.0**-exponent)
+
+
+def _norm(tensor: Tensor, order: float) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, torch.float32)  # float64 is not computed in float32
+    return torch.linalg.vector_norm(tensor, order, dtype=wide).float()
 
 
 def _exponent(size: float, largest: float, width: int) -> int:
