@@ -50,8 +50,10 @@ class Conversation:
 
 
 def as_messages(prompt: str | list[Message]) -> list[Message]:
-    """Return the messages of a prompt, of which a text is a user's turn."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    """Return the messages of a prompt, of which a text is a user's turn. Those with nothing but calls get a content."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [{**message, "content": "" if message.get("content") is None else message["content"]} for message in prompt]
 
 
 def converse(

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lit_efficient.data.text.chat_formats import Message
 from lit_efficient.distributed.seeds import seed_all
-from lit_efficient.errors import ChecksTypes, check_list, check_number, refusal
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_list, check_number, refusal
 from lit_efficient.tasks.rewards import TookTooLong, at_most
 
 _ROLES = ("system", "user", "tool")
@@ -133,6 +133,25 @@ def _description(function: Any) -> dict[str, Any]:
         raise refusal("ToolEnvironment", "functions", f"{allowed} ({error})", name) from error
 
 
+def check_environment(environment: Environment) -> None:
+    """Check the limits of an environment, and that conversations can have copies of it.
+
+    Raises:
+        ConfigurationError: Naming the attribute, or the environment that cannot be copied.
+    """
+    name = type(environment).__name__
+    check_number(name, "turns", environment.turns, least=1, whole=True)
+    check_number(name, "max_tokens", environment.max_tokens, least=1, whole=True)
+    check_number(name, "seconds", environment.seconds, above=0)
+    try:
+        copy.deepcopy(environment)
+    except Exception as error:  # classes of users raise anything
+        raise ConfigurationError(
+            f"{name}: each conversation needs a copy, and copying raised {type(error).__name__}: {error}. Define "
+            "__deepcopy__, or make what cannot be copied in reset"
+        ) from error
+
+
 def call_environment(environment: Environment, seed: int, method: str, *given: Any) -> tuple[list[Message], str]:
     """Return the messages that a method of an environment returns and "", or no messages and a sentence.
 
@@ -142,17 +161,25 @@ def call_environment(environment: Environment, seed: int, method: str, *given: A
     try:
         with isolate_rng(), at_most(environment.seconds):
             seed_all(seed)
-            found = getattr(environment, method)(*copy.deepcopy(given))
+            # Copies, because an environment may keep and change what it is given and what it returns.
+            found = copy.deepcopy(getattr(environment, method)(*copy.deepcopy(given)))
     except TookTooLong:
         return [], f"{name} took longer than {environment.seconds:g} seconds"
     except (Exception, SystemExit) as error:  # environments of users raise anything
         return [], f"{name} raised {type(error).__name__}: {str(error)[:200]}"
-    roles = _ROLES if method == "step" else (*_ROLES, "assistant")
-    if isinstance(found, list) and all(
-        isinstance(one, dict) and one.get("role") in roles and isinstance(one.get("content"), str) for one in found
+    begins = method == "reset"
+    roles = (*_ROLES, "assistant", "developer") if begins else _ROLES
+    if (
+        isinstance(found, list)
+        and len(found) >= begins
+        and all(
+            isinstance(one, dict) and one.get("role") in roles and isinstance(one.get("content"), str) for one in found
+        )
     ):
         return found, ""
-    expected = f"a list of messages with content and role ({', '.join(roles)})"
+    expected = (
+        f"a list of {'at least one message' if begins else 'messages'} with content and role ({', '.join(roles)})"
+    )
     return [], f"{name} returned {str(found)[:200]}, which is not {expected}"
 
 

@@ -18,7 +18,7 @@ from lit_efficient.models.generation.batched import Sample, generate
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.tasks.conversations import Conversation, as_messages, converse, parts_of
 from lit_efficient.tasks.engines import VLLM
-from lit_efficient.tasks.environments import Environment
+from lit_efficient.tasks.environments import Environment, check_environment
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.text_generation import Ending, as_chat, encoded_prompt, room_for, stop_ids
 
@@ -225,6 +225,7 @@ def check_writes(task: LanguageModeling, rollout: Rollout, environment: Environm
         rollout.engine.check(task)
     room_for(task._built(), rollout.max_new_tokens + (0 if environment is None else environment.max_tokens))
     if environment is not None:
+        check_environment(environment)
         GrowingChat(task.tokenizer, environment.tools, _stop_ids(task))
 
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
 from lit_efficient.data.text.chat_tokens import ChatTokens
-from lit_efficient.data.text.turn_spans import ASKED, PROBE
+from lit_efficient.data.text.tool_calls import control_texts
+from lit_efficient.data.text.turn_spans import ASKED, PROBE, encodable
 from lit_efficient.errors import ConfigurationError, listed
 
 _FUNCTION = "find_zebra"
@@ -75,6 +76,7 @@ class GrowingChat:
         Raises:
             MalformedRow: If the template cannot write the messages, or a message spells a control token.
         """
+        self._check_control_tokens(messages)
         return self._rendered(messages, True)
 
     def message(self, before: Sequence[int], ids: Sequence[int], text: str, number: int) -> Message:
@@ -129,15 +131,16 @@ class GrowingChat:
 
     def _check_control_tokens(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            spelled = self._turns.control_token_in(message["content"])
-            if spelled:
-                raise MalformedRow(f"a message of the role {message['role']} spells the control token {spelled!r}")
+            for where, text in control_texts(Document((message,))):
+                spelled = self._turns.control_token_in(text)
+                if spelled:
+                    raise MalformedRow(f"{where} of the role {message['role']} spells the control token {spelled!r}")
 
     def _rendered(self, messages: Sequence[Message], prompt: bool) -> str:
         from jinja2 import TemplateError
 
         try:
-            return self._turns.rendered(Document(tuple(messages), tools=self.tools), prompt)
+            return encodable(self._turns.rendered(Document(tuple(messages), tools=self.tools), prompt))
         except (TemplateError, TypeError) as error:  # TypeError: arguments of a tool call may be no text
             raise MalformedRow(f"the chat template raises an error: {error}") from error
 
