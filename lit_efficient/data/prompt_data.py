@@ -180,7 +180,7 @@ def _prompt_of(row: dict[str, Any]) -> Any:
             prompt = prompt[:-1]
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(map(_is_turn, prompt)) and prompt[-1]["content"]:
+    if isinstance(prompt, list) and prompt and all(map(_is_turn, prompt)) and prompt[-1].get("content"):
         return prompt
     return None
 

@@ -10,6 +10,7 @@ Costs: n generated answers to each prompt, once for each content and setting. On
 Source: https://arxiv.org/abs/2112.09332 (best of n), https://arxiv.org/abs/2304.06767 (training on the best)
 """
 
+import functools
 import inspect
 import json
 import math
@@ -100,14 +101,20 @@ def _described(reward: Reward | RewardModel) -> list[Any]:
         if isinstance(model, str) and Path(model).expanduser().exists():
             model = str(newest_in(model))
         return [TeacherSource(model).digest(), reward.weight, reward.name]
-    # The whole file, because the function may call others in it
-    module = inspect.getmodule(reward.function)
-    code = f"{getattr(reward.function, '__module__', '')}"
-    if module is not None:
-        with suppress(OSError, TypeError):  # not from a file
-            code = inspect.getsource(module)
     arguments = json.loads(json.dumps(reward.arguments, default=str))
-    return [reward.name, code, reward.weight, arguments, reward.seconds]
+    return [reward.name, _code(reward.function), reward.weight, arguments, reward.seconds]
+
+
+def _code(function: Any) -> list[str]:
+    """Return the whole file of a function or an object, because it may call others there, and its own values."""
+    if isinstance(function, functools.partial):
+        return [*_code(function.func), repr((function.args, function.keywords))]
+    found = [str(getattr(function, "__module__", "")), repr(getattr(function, "__dict__", {}))]
+    places: list[Any] = [inspect.getmodule(function), function]  # the module of a notebook has no file
+    for place in places:
+        with suppress(OSError, TypeError):
+            found.append(inspect.getsource(place))
+    return found
 
 
 class BestOfNData(LanguageData):
@@ -249,7 +256,7 @@ def _best(
     asked = [rows[number] for number in numbers]
     seed = mix_seed(how.seed, first)
     parts, sentences = rewards_of(spec.rewards, scorers, prompts, written.texts, asked, how.chat, task.device, seed)
-    rewards = parts.double().sum(1).tolist()
+    rewards = parts.sum(1).tolist()
     tokenizer = of_transformers(task.tokenizer)
     added = tokenizer.added_tokens_decoder.items()
     special = {*tokenizer.all_special_ids, *(index for index, token in added if token.special)}

@@ -319,6 +319,7 @@ class PolicyOptimization(ReferenceTask):
             seed,
             written.conversations,
         )
+        parts = parts.float()
         for sentence in sentences[:_MOST_SENTENCES]:
             rank_zero_warn(f"PolicyOptimization: a sample is left out: {sentence}")
         if not self._rewarded:  # then all processes are here together

@@ -123,10 +123,9 @@ class RewardScorer:
         found = [(math.nan, "")] * len(answers)
         rows: dict[int, Sequence[int]] = {}
         for i, (prompt, answer) in enumerate(zip(prompts, answers)):
-            if chat and isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}]  # noqa: PLW2901
-            if not isinstance(prompt, str):
+            if chat or not isinstance(prompt, str):
                 self.check_chat()
+                prompt = as_messages(prompt)  # noqa: PLW2901
             try:
                 ids = self.tokens(prompt, answer)
             except MalformedRow as reason:
@@ -205,7 +204,7 @@ def rewards_of(
         talks: Conversations of which the texts are the last answers. Empty: each is a prompt with its text.
 
     Returns:
-        ``[N, rewards]``, with NaN where one fails, and a sentence for each failure.
+        ``[N, rewards]`` float64, with NaN where one fails, and a sentence for each failure.
     """
     asked = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in prompts]
     before = [talk.before for talk in talks] or prompts
@@ -229,7 +228,7 @@ def rewards_of(
             for prompt, text, (_, sentence) in zip(asked, texts, own):
                 if sentence:
                     sentences.append(f"{sentence} (prompt {prompt[:60]!r}, completion {text[:60]!r})")
-    return torch.tensor(found, dtype=torch.float32).T, sentences  # the default dtype may have fewer bits
+    return torch.tensor(found, dtype=torch.float64).T, sentences
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

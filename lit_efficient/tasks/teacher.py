@@ -29,6 +29,9 @@ from lit_efficient.models.networks.document_attention import document_starts
 from lit_efficient.surgery import own_draws, weights_wait
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model, read_language_model
 
+# Files of a model's folder that determine what it writes: weights, also of a sharded checkpoint, settings, tokenizer.
+_READ = ("*.safetensors", "*.distcp", "*.pt", "*.json", "*.txt", "*.model", "*.jinja", "*/*.jinja")
+
 
 @checks_types
 @dataclass(frozen=True)
@@ -284,7 +287,7 @@ def _digest_of_files(spec: CausalLMConfig, owner: str) -> str:
         raise ConfigurationError(
             f"{owner}: the files of {spec.name_or_path} cannot be read: {str(error).splitlines()[0]}"
         ) from error
-    files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))) if folder.is_dir() else [folder]
+    files = sorted(path for kind in _READ for path in folder.glob(kind)) if folder.is_dir() else [folder]
     hashes = [(path.name, sha256_of(path)) for path in files]
     settings = asdict(spec)
     del settings["name_or_path"]  # the same files have the same hash in another folder

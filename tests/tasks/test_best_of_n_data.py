@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import shutil
 from functools import partial
@@ -211,6 +213,43 @@ def test_each_setting_and_each_content_has_its_own_file(home: Path, tmp_path: Pa
     before = base.made_from(best_of_n_data.read_prompts(base.prompts))
     assert before == json.loads(json.dumps(before))
     assert _data(home, tmp_path, **options).answers.made_from(rows) != before
+
+
+def test_a_changed_template_and_a_changed_module_of_a_reward_have_their_own_files(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_from(reward: Any) -> Any:
+        return BestOfN(str(home / "prompts.jsonl"), str(tmp_path / "base"), [Reward(reward)]).made_from([])
+
+    shutil.copytree(home / "base", tmp_path / "base")
+    module = tmp_path / "own_rewards_of_best.py"
+    module.write_text(
+        "import functools\n\ndef scaled(prompt, completion, row, k=1):\n    return k * factor()\n\n"
+        "def factor():\n    return 1\n\ntwice = functools.partial(scaled, k=2)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own: Any = importlib.import_module("own_rewards_of_best")
+    before = [made_from(own.scaled), made_from(own.twice)]
+    assert before == [made_from(own.scaled), made_from(own.twice)]
+    assert made_from(functools.partial(own.scaled, k=3)) != before[1]
+    module.write_text(module.read_text().replace("return 1", "return -1"))
+    importlib.invalidate_caches()
+    assert made_from(own.scaled) != before[0]
+    assert made_from(own.twice) != before[1]
+    before = [made_from(letters)]
+    template = tmp_path / "base" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("a:", "b:"))
+    assert made_from(letters) != before[0]
+
+
+def tenths(prompt: str, completion: str, row: Any) -> float:
+    return 0.7
+
+
+def test_a_reward_that_is_the_least_one_is_enough(home: Path, tmp_path: Path) -> None:
+    """0.7 in float32 is below 0.7."""
+    found = _rows(_data(home, tmp_path, rewards=[Reward(tenths)], least_reward=0.7, keep_truncated=True).write())
+    assert {row["reward"] for row in found} == {0.7}
 
 
 def test_what_cannot_be_written_is_refused(home: Path, tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ def stored_folder(spec: CausalLMConfig) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.safetensors", "*.json"]
+    wanted = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
     return Path(snapshot_download(str(spec.name_or_path), revision=spec.revision, allow_patterns=wanted))
 
 
