@@ -180,6 +180,7 @@ class _LLM:
         assert enable_lora
         assert (max_lora_rank, gpu_memory_utilization, logprobs_mode) == (8, 0.4, "processed_logprobs")
         self.server = StandIn(Path(model))
+        self.server.server_close()  # it is asked without a connection
         self.llm_engine = SimpleNamespace(remove_lora=self.known.remove)
 
     known: list[int] = []  # noqa: RUF012

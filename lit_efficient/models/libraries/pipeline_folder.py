@@ -227,7 +227,7 @@ def _downloaded(name: str, file: str, revision: str | None) -> str | None:
     Raises:
         ConfigurationError: If the repository is known here, but not whether it has this file.
     """
-    from huggingface_hub import hf_hub_download, scan_cache_dir
+    from huggingface_hub import constants, hf_hub_download, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound, EntryNotFoundError, LocalEntryNotFoundError
 
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
@@ -241,7 +241,7 @@ def _downloaded(name: str, file: str, revision: str | None) -> str | None:
     except (OSError, ValueError):  # no such repository: building the model says so
         return None
     try:
-        known = any(repo.repo_id == name for repo in scan_cache_dir().repos)
+        known = any(repo.repo_id == name for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos)
     except CacheNotFound:
         known = False
     if not known:  # nothing of it can be read, as building the model says
