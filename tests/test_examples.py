@@ -127,6 +127,11 @@ def finetune_llm(example: Any) -> None:
     assert float(trainer.callback_metrics["val/loss"]) < 7
 
 
+def reinforcement_learning(example: Any) -> None:
+    found = example("reinforcement_learning")["main"](".", sft_steps=30, max_steps=60, batch_size=32)
+    assert found["after"]["digits"] > found["before"]["digits"] + 0.1  # of three seeds, 0.06 to at least 0.28
+
+
 def diffusion_on_images(example: Any) -> None:
     found = example("diffusion_on_images")
     found["write_images"](Path("digits"), count=80)
@@ -155,6 +160,7 @@ SCRIPTS = {
         average_afterwards,
         own_technique,
         finetune_llm,
+        reinforcement_learning,
         diffusion_on_images,
         wandb_sweep,
     )

@@ -160,7 +160,14 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
     no_benchmarks |= {"trust", "mutations", "warm_checks", "quality", "scaling", "real_size", "width_transfer"}
     no_benchmarks |= {"plan_cells", "plan_truth"}  # parts
     no_benchmarks |= {"plan_published", "plan_70b", "plan_ranks", "plan_ladder", "recipes"}  # plans alone
-    no_benchmarks |= {"compared", "config_moves", "rate_finder", "generation", "policy_beside_trl"}  # Run on CPUs.
+    no_benchmarks |= {
+        "compared",
+        "config_moves",
+        "rate_finder",
+        "generation",
+        "policy_beside_trl",
+        "policy_arithmetic",
+    }  # Run on CPUs.
     benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - no_benchmarks
     assert benchmarks == {name.split("/")[1].split()[0] for name in names if name.startswith("benchmarks/")}
     for piece in plan:
