@@ -252,7 +252,7 @@ class ChecksTypes:
     can hold are compared, and only with annotations of this kind or of classes.
     """
 
-    def __init_subclass__(cls, **named: Any) -> None:
+    def __init_subclass__(cls, **named: object) -> None:
         super().__init_subclass__(**named)
         if "__init__" in vars(cls):
             checks_types(cls)
@@ -266,7 +266,7 @@ def checks_types(cls: type[_Class]) -> type[_Class]:
 
 def _checking_types(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def checked(self: object, *given: Any, **named: Any) -> None:
+    def checked(self: object, *given: object, **named: object) -> None:
         wrong: ConfigurationError | None
         try:
             init(self, *given, **named)

@@ -54,7 +54,7 @@ class LossHooks(Hooks):
         """Return a context for ``training_step`` in which the technique can observe what the network computes."""
         return None
 
-    def extra_loss(self, output: Any, module: nn.Module, batch: Any) -> Tensor | None:
+    def extra_loss(self, output: object, module: nn.Module, batch: object) -> Tensor | None:
         """Return a scalar to add to the loss that ``training_step`` returned in ``output``, or ``None``."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ def _on_loss(module: LightningModule, method: str) -> list[LossHooks]:
     return [t for t in techniques if isinstance(t, LossHooks) and overrides(t, method)]
 
 
-def _changed_loss(module: Any, step: Callable[..., Any], *args: Any) -> object:
+def _changed_loss(module: Any, step: Callable[..., Any], *args: object) -> object:
     """Run ``step``, the module's own, with the changes that techniques make to its loss."""
     session = session_of(module)
     assert session is not None

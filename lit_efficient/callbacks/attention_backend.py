@@ -233,7 +233,7 @@ class AttentionBackend(Technique):
         rank_zero_info(f"AttentionBackend: kernels of the first step: {kernels}")
 
 
-def _run(strategy: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(strategy: Any, step: Any, *args: object, **kwargs: object) -> Any:
     module = strategy.lightning_module
     technique = technique_of(module.trainer, AttentionBackend)
     name = step.__name__.lstrip("_")

@@ -130,7 +130,7 @@ class LatentAlignment(Alignment):
         argument = "head.widths: [latents', teacher's]"
         return {"0": self.head_between(sides, self.head.widths, argument, "linear", bias=False)}
 
-    def term(self, calls: Mapping[str, list[Call]], output: object, module: nn.Module, batch: Any) -> Tensor:
+    def term(self, calls: Mapping[str, list[Call]], output: object, module: nn.Module, batch: object) -> Tensor:
         (name,) = self.names(module)
         if not calls[name]:
             raise ConfigurationError(

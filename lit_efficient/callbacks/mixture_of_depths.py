@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -183,7 +183,7 @@ class MixtureOfDepths(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     def watch_step(self, module: nn.Module, batch: object) -> AbstractContextManager[None]:
         return self._terms.collecting(module)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: object, batch_idx: int) -> None:
         for part in parts_of(pl_module, DepthRouted):  # kept until the backward pass ends, which may recompute blocks
             part.token_rows = rows_in(batch)
 

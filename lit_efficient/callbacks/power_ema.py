@@ -119,7 +119,7 @@ class PowerEMA(Technique):
         self._path = Path(trainer.strategy.broadcast(str(self._folder(trainer))))
 
     @outside_autograd
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step

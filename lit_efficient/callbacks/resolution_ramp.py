@@ -168,7 +168,7 @@ class ResolutionRamp(BatchChanges):
             raise refusal("ResolutionRamp", "multiple_of", allowed, self.multiple_of)
         pixels = {(len(image), *image.shape[-2:]) for image in images if image.shape[1] == 3}
 
-        def change(item: Any) -> Any:
+        def change(item: object) -> Any:
             if not isinstance(item, Tensor):
                 return rebuilt(item, change)
             if not item.is_floating_point() and (tuple(item.shape) in pixels or _of_one_channel(item) in pixels):

@@ -57,7 +57,7 @@ class SampleTable(ChecksTypes, AskedEarly, Callback):
             )
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         step = trainer.global_step
         is_new = step != self._step
@@ -79,7 +79,7 @@ class SampleTable(ChecksTypes, AskedEarly, Callback):
                     logger.log_table("train/samples", columns, [[step, *row.values()] for row in rows], step=step)
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> Any:
     """Return a value for a table: texts are cut, and NaN is no value."""
     if isinstance(value, str) and len(value) > _LONGEST:
         return f"{value[:_LONGEST]} ... ({len(value) - _LONGEST:,} more characters)"

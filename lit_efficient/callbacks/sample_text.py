@@ -125,7 +125,7 @@ class SampleText(ChecksTypes, AskedEarly, Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
+        outputs: object,
         batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,

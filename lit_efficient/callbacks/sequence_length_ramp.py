@@ -21,7 +21,7 @@ from lit_efficient.mechanisms.moving import holds_images, rebuilt
 from lit_efficient.mechanisms.ramps import BatchChanges, check_steps, ramped, steps_of
 
 
-def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> object:
+def shorten(batch: object, ids: Tensor, length: int, fold: bool = False) -> object:
     """Return a batch with shorter rows: the first ``length`` positions of each row, or all positions in more rows.
 
     Args:
@@ -59,7 +59,7 @@ def shorten(batch: Any, ids: Tensor, length: int, fold: bool = False) -> object:
     if isinstance(padding, Tensor) and padding.shape == ids.shape:
         kept = padding[:, : pieces * length].reshape(rows * pieces, length).any(1)
 
-    def change(item: Any) -> Any:
+    def change(item: object) -> Any:
         if not isinstance(item, Tensor):
             return rebuilt(item, change)
         if item.ndim >= 3 and item.shape[-2:] == (whole, whole) and (item.ndim > 3 or not item.is_floating_point()):
@@ -208,7 +208,7 @@ class SequenceLengthRamp(BatchChanges):
         return found
 
 
-def _named(batch: Any, end: str, ndim: int) -> list[Tensor]:
+def _named(batch: object, end: str, ndim: int) -> list[Tensor]:
     """Return the tensors of a batch with ``ndim`` dimensions and a key that ends with ``end``."""
     if not isinstance(batch, Mapping):
         return []

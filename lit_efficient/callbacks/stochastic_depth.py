@@ -219,7 +219,7 @@ class _Droppable(nn.Module):
     _drop_seed: int | None  # None outside a trainer's loop: draw from the global generator
     _drop_rows: tuple[int, int] | None  # numbers of rows left out and of all rows in the last call with skip="sample"
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         block = super().forward
         if not self.training or self._drop_rate == 0:
             return block(*args, **kwargs)

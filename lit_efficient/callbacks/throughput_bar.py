@@ -91,7 +91,7 @@ class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
         self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: object, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         with diagnostic("ThroughputBar", f"the batch, a {type(batch).__name__},"):
             count, self._unit = count_batch(batch)

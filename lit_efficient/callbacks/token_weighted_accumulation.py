@@ -154,7 +154,7 @@ class TokenWeightedAccumulation(LossHooks, Technique):
         if arrives_unchanged(trainer):
             wrap_method(trainer.strategy, "batch_to_device", _batch_to_device)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: object, batch_idx: int) -> None:
         """Count the tokens. At the start of a window choose its reference, in agreement with the other ranks."""
         tokens = self._counted
         self._counted = None
@@ -257,7 +257,7 @@ class TokenWeightedAccumulation(LossHooks, Technique):
             target = target != 0
         return count_tokens(target, ignore_index=self.ignore_index, shift=shift)
 
-    def _labels_of(self, batch: Any) -> str:
+    def _labels_of(self, batch: object) -> str:
         found = [key for key in ("shift_labels", "labels") if isinstance(batch, Mapping) and batch.get(key) is not None]
         if not found:
             raise ConfigurationError(
@@ -286,7 +286,7 @@ def _backward(self: Any, loss: Tensor, *args: object, **kwargs: object) -> None:
         technique._finish(self.trainer)
 
 
-def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _batch_to_device(self: Any, batch: object, *args: object, **kwargs: object) -> Any:
     """Count a training batch before the strategy moves it, because a count on a GPU would wait for the GPU."""
     trainer = self.lightning_module.trainer
     if trainer.training and batch is not None:  # Lightning skips a batch that is None
@@ -302,7 +302,7 @@ def _sum_over_ranks(trainer: Trainer, number: int) -> float:
     return float(trainer.strategy.reduce(ours, reduce_op="sum"))
 
 
-def _member(batch: Any, part: str, path: str) -> object:
+def _member(batch: object, part: str, path: str) -> object:
     try:
         if isinstance(batch, Mapping):
             return batch[part]

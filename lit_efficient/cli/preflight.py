@@ -140,7 +140,7 @@ def check_checkpoint_io(key: str, name: str) -> None:
         raise refusal(key, "the CheckpointIO", f"{ours} or a class of your own (others unpickle files)", name)
 
 
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
+def leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield each value of nested dicts and lists with its dotted key."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():

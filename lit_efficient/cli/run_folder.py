@@ -221,7 +221,7 @@ class RunFolder(Callback):
                 return
 
 
-def _moved(value: Any, there: str, here: str) -> Any:
+def _moved(value: object, there: str, here: str) -> Any:
     if isinstance(value, dict):
         return {_moved(key, there, here): _moved(item, there, here) for key, item in value.items()}
     if isinstance(value, str) and value.startswith(there):

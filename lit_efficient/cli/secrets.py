@@ -52,7 +52,7 @@ def remember(*trees: Mapping[str, object] | list[object]) -> None:
             _known.add(value)
 
 
-def masked(value: Any) -> Any:
+def masked(value: object) -> Any:
     """Return a text, or plain data of any depth, without secrets."""
     if isinstance(value, Mapping):
         return {key: HIDDEN if _is_secret(key, one) else masked(one) for key, one in value.items()}

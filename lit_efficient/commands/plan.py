@@ -199,7 +199,9 @@ class _Answer:
         # A bound decides nothing if the step may be on its other side.
         if (fits and plan.at_least) or (not fits and plan.at_most):
             return _UNKNOWN
-        return 0 if fits else _DOES_NOT_FIT
+        if fits:
+            return 0
+        return _DOES_NOT_FIT
 
     def _advise(self, plan: "Plan", fits: bool) -> None:
         """Print the largest batch that fits, or changes with which the fit fits."""
@@ -284,7 +286,9 @@ class _Answer:
         for note in plan.notes:
             lines += wrapped(f"  {note}", self.width, "    ")
         self._tell(lines, solve={"what": "devices", "value": count, "strategy": name, "peak": plan.peak})
-        return 0 if count else _DOES_NOT_FIT
+        if count:
+            return 0
+        return _DOES_NOT_FIT
 
     def _predict_first(self) -> "Plan":
         from lit_efficient.evidence.fits import AS_IT_IS

@@ -121,7 +121,9 @@ def _runs(ids: list[int], kinds: Kinds, row: int) -> Iterator[tuple[str, bool, l
     def kind_of(i: int) -> str:
         if padded[i]:
             return PADDED
-        return TRAINED if trained[i] else MASKED
+        if trained[i]:
+            return TRAINED
+        return MASKED
 
     begin = 0
     for i in range(1, len(ids) + 1):

@@ -83,7 +83,9 @@ def default_device() -> str:
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+    if found is None:
+        return "cpu"
+    return found.type
 
 
 def add_model_options(parser: argparse.ArgumentParser, ckpt: str, required: bool = True) -> None:

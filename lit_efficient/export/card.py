@@ -63,7 +63,9 @@ def _pipeline(checkpoint: Checkpoint) -> str:
     about = checkpoint["language_modeling"]
     if about.get("task") == "TextLabelling":
         tags = checkpoint.get("hyper_parameters", {}).get("labels") == "tags"
-        return "token-classification" if tags else "text-classification"
+        if tags:
+            return "token-classification"
+        return "text-classification"
     if "processor" in (about.get("tokenizer") or {}):
         return "image-text-to-text"
     return {"TextEmbedding": "sentence-similarity", "RewardModeling": "text-classification"}.get(
@@ -80,7 +82,9 @@ def licence_of(base: str | None) -> str | None:
             found = gguf_header(base)[0].get("general.license")
         except (OSError, ValueError, ConfigurationError):
             return None
-        return None if found is None else str(found)
+        if found is None:
+            return None
+        return str(found)
     text = _card_of(base)
     if not text.startswith("---\n"):
         return None
@@ -89,7 +93,9 @@ def licence_of(base: str | None) -> str | None:
     except yaml.YAMLError:
         return None
     found = fields.get("license") if isinstance(fields, dict) else None
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    return None
 
 
 def _card_of(base: str) -> str:
@@ -103,7 +109,9 @@ def _card_of(base: str) -> str:
         except ValueError:  # no name of a repository
             return ""
     try:
-        return Path(file).read_text("utf-8") if isinstance(file, str | Path) else ""
+        if isinstance(file, str | Path):
+            return Path(file).read_text("utf-8")
+        return ""
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -127,7 +135,9 @@ def _sources(run: Path) -> list[str]:
     arguments = data.get("init_args") or {}
     given = arguments.get("train")
     if given is None:
-        return [str(data["class_path"])] if "class_path" in data else []
+        if "class_path" in data:
+            return [str(data["class_path"])]
+        return []
     sources = given if isinstance(given, list) else [given]
     return [str(source.get("path", source)) if isinstance(source, Mapping) else str(source) for source in sources]
 

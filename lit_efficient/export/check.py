@@ -273,7 +273,9 @@ def _ask(folder: Path, library: str, request: Fields, fill: Callable[[Path], obj
 
 
 def _way_out(library: str) -> str:
-    return ". The formats merged and safetensors do not depend on peft" if library == "peft" else ""
+    if library == "peft":
+        return ". The formats merged and safetensors do not depend on peft"
+    return ""
 
 
 def _answer(folder: Path, place: Path) -> dict[str, Any]:

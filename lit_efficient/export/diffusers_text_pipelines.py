@@ -28,7 +28,9 @@ def of_unet(parts: Parts) -> Pipeline:
                 f"export: pipelines pass text and no labels to a UNet2DConditionModel, and this one has "
                 f"{field}={config[field]!r}"
             )
-    return _stable_diffusion(parts) if added is None else _sdxl(parts)
+    if added is None:
+        return _stable_diffusion(parts)
+    return _sdxl(parts)
 
 
 def _stable_diffusion(parts: Parts) -> Pipeline:
@@ -118,7 +120,9 @@ def of_sd3(parts: Parts) -> Pipeline:
 
 
 def _rescale(parts: Parts) -> str:
-    return f"guidance_rescale={parts.sampler.guidance_rescale}" if parts.sampler.guidance_rescale else ""
+    if parts.sampler.guidance_rescale:
+        return f"guidance_rescale={parts.sampler.guidance_rescale}"
+    return ""
 
 
 def _all(hidden: Tensor) -> Tensor:

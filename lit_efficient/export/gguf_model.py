@@ -138,7 +138,9 @@ def head_dim(config: Any) -> int:
 def _ropes(config: Any) -> dict[str, Any]:
     """Return descriptions of rotary positions by the kind of layer."""
     rope = config.rope_parameters
-    return rope if "full_attention" in rope else {"full_attention": rope}
+    if "full_attention" in rope:
+        return rope
+    return {"full_attention": rope}
 
 
 def context_length(config: Any, family: Family) -> int:

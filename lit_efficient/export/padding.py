@@ -39,7 +39,9 @@ def padding_for(config: Any, checkpoint: Checkpoint) -> int:
         candidates = [tokenizer.pad_token_id, tokenizer.bos_token_id, *_special(tokenizer)]
         size = len(tokenizer)
     usable = [index for index in candidates if index is not None and index not in ends]
-    return usable[0] if usable else size
+    if usable:
+        return usable[0]
+    return size
 
 
 def grow_for_padding(model: Any) -> None:

@@ -230,7 +230,9 @@ def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, An
 
 def _place(pipeline: Any) -> str:
     """Return the name of a pipeline's network."""
-    return "unet" if hasattr(pipeline, "unet") else "transformer"
+    if hasattr(pipeline, "unet"):
+        return "unet"
+    return "transformer"
 
 
 def _readme(made: "Pipeline", held: str, lora: bool) -> str:

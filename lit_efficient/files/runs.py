@@ -95,7 +95,9 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         record = json.loads((folder / _RECORD).read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) else None
+    if isinstance(record, dict):
+        return record
+    return None
 
 
 def samples_file(step: int, suffix: str, root: str, log_dir: str | None, folder: str | None = None) -> Path:

@@ -91,7 +91,7 @@ class ChecksEmptyValues:
     Jsonargparse takes null for "not given". The mix-in overrides ``_check_value_key``.
     """
 
-    def _check_value_key(self, action: Any, value: Any, key: str, cfg: object, append: bool = False) -> object:
+    def _check_value_key(self, action: Any, value: object, key: str, cfg: object, append: bool = False) -> object:
         hint = getattr(action, "_typehint", Any)
         if value is None and getattr(action, "default", None) is not None and not _accepts_null(hint):
             raise TypeError(f'Parser key "{key}":\n  Expected a {hint}. Got value: null')

@@ -107,7 +107,7 @@ def lacks_mesh(error: BaseException | None) -> bool:
     return {"device_mesh", "configure_model"} <= names
 
 
-def traits_named(given: Any) -> Traits:
+def traits_named(given: object) -> Traits:
     """Return the properties of the strategy in a config, without building it.
 
     Args:

@@ -194,7 +194,7 @@ def call_module(trainer: Trainer, hook: str) -> None:
     call._call_lightning_module_hook(trainer, hook)
 
 
-def arrived(trainer: Trainer, batch: Any) -> Any:
+def arrived(trainer: Trainer, batch: object) -> Any:
     """Convert a batch of a loader as Lightning does for a step.
 
     ``_on_before_batch_transfer``, ``_call_strategy_hook``.

@@ -81,7 +81,7 @@ def _summed(operator: Any) -> Callable[..., object]:
     return kernel
 
 
-def _is_narrow(one: Any) -> bool:
+def _is_narrow(one: object) -> bool:
     return isinstance(one, Tensor) and one.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -80,7 +80,7 @@ def like_real_ones() -> Iterator[None]:
         alias.__class__ = _fake_kind(kind)
         return alias.requires_grad_(requires_grad)
 
-    def tensor(data: Any, **options: Any) -> Tensor:
+    def tensor(data: object, **options: Any) -> Tensor:
         return new_tensor(tree_map_only(FakeTensor, lambda one: one.tolist(), data), **options)
 
     own = {

@@ -12,7 +12,7 @@ from torchao.optim.adam import _AdamBase, single_param_adam
 class QuantisedAdam(_AdamBase):
     """``torchao.optim.adam._AdamBase`` with a method that steps one parameter."""
 
-    def step_one(self, group: dict[str, Any], rate: Any, decay: float, *tensors: Any) -> None:
+    def step_one(self, group: dict[str, Any], rate: Any, decay: float, *tensors: object) -> None:
         """Step one parameter.
 
         Args:

@@ -227,7 +227,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         """
         raise NotImplementedError
 
-    def scale(self, term: Tensor, output: Any, module: nn.Module) -> Tensor | float:
+    def scale(self, term: Tensor, output: object, module: nn.Module) -> Tensor | float:
         """Return the factor of the term."""
         return self.weight
 
@@ -380,7 +380,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         with listening(module, self.names(module), type(self).__name__) as self._calls:
             yield
 
-    def extra_loss(self, output: Any, module: Any, batch: Any) -> Tensor | None:
+    def extra_loss(self, output: object, module: Any, batch: object) -> Tensor | None:
         """Return the weighted term. Its value without the weight is logged as ``train/<name>``."""
         if not self.active(module):
             return self._nothing(module)

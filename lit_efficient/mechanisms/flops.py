@@ -183,7 +183,7 @@ class FlopMeter(TorchDispatchMode):
         return "position", again
 
 
-def _flops(key: Any, name: str, result: Any, args: Any, kwargs: Any) -> int | None:
+def _flops(key: object, name: str, result: object, args: Any, kwargs: Any) -> int | None:
     """Return the number of operations of one call, or ``None`` if no formula is known."""
     key = getattr(torch.ops.aten, name.removesuffix("_"), key)  # the in-place variant has the same formula
     if key in flop_registry:

@@ -54,7 +54,7 @@ class Preloaded(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         item = self.items[key]
         with contextlib.suppress(AttributeError):
             return item.copy()  # a transform that adds to the item must not change the stored one

@@ -197,7 +197,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     return create_dynamic_map(signed=True).to(device), create_dynamic_map(signed=False).to(device)
 
 
-def _unmarked(value: Any) -> Any:
+def _unmarked(value: object) -> Any:
     """Replace tensors that are marked as paged by unmarked tensors with the same memory, also in nested dicts."""
     if isinstance(value, dict):
         return {key: _unmarked(item) for key, item in value.items()}

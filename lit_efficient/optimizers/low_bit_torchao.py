@@ -115,7 +115,7 @@ class _Twin(QuantisedAdam):
             state[i] = {key: self._quantised(owners.get(i), key, value) for key, value in values.items()}
         super().load_state_dict({**state_dict, "state": state})
 
-    def _quantised(self, p: Tensor | None, key: str, value: Any) -> Any:
+    def _quantised(self, p: Tensor | None, key: str, value: object) -> Any:
         """Convert a dict of plain tensors to a quantised tensor. Return other values unchanged."""
         if p is None or not isinstance(value, dict):
             return value
@@ -137,7 +137,7 @@ class AdamLowBit(_Twin):
     adamw = False
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if not isinstance(value, tuple(_STATES.values())):
         return value
     names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]

@@ -129,7 +129,7 @@ class ReplicatedStrategy(ChecksTypes, DDPStrategy):
         assert group is not None
         return allreduce_hook(group, bucket)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> Any:
         """Replace the reducer first if the trained parameters have changed since it was created."""
         now = self._trained()
         if len(now) != len(self._reduced) or any(one is not other for one, other in zip(now, self._reduced)):

@@ -515,7 +515,7 @@ def _placed(tensor: Tensor, like: Any, what: str) -> Tensor:
     return placed_like(tensor, like, tensor.dtype)
 
 
-def _cut(self: Any, batch: Any, *args: object, **kwargs: object) -> Any:
+def _cut(self: Any, batch: object, *args: object, **kwargs: object) -> Any:
     """Return this process's slices of a batch, on the host, after hooks have had the whole batch and before it is
     counted.
     """

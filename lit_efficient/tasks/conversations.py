@@ -46,7 +46,9 @@ class Conversation:
     def before(self) -> list[Message]:
         """Return the messages before the last turn of the model."""
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-        return self.messages[: turns[-1]] if turns else self.messages
+        if turns:
+            return self.messages[: turns[-1]]
+        return self.messages
 
 
 def as_messages(prompt: str | list[Message]) -> list[Message]:

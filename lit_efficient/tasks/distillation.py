@@ -306,7 +306,9 @@ class Distillation(LanguageModeling):
         """Return the teacher's distribution for the tokens ``chosen`` among all ``B T``."""
         if self._cache is None:
             live = self._live_teachers(batch, chosen, vocab_size)
-            return WeightedTeachers(live, self._weights) if len(live) > 1 else live[0]
+            if len(live) > 1:
+                return WeightedTeachers(live, self._weights)
+            return live[0]
         answers: Mapping[str, Tensor] = batch
         if _ANSWERS[0] not in batch:  # a hook changes batches during the transfer, or no trainer has transferred it
             answers = self._looked_up({name: batch[name].cpu() for name in ROW if name in batch})
@@ -411,7 +413,7 @@ def _teachers(given: Any) -> list[WeightedTeacher]:
     return found
 
 
-def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _batch_to_device(self: Any, batch: Any, *args: object, **kwargs: object) -> Any:
     """Wrap of the strategy's method that looks a training batch up in the cache while it is still on the host."""
     if self.lightning_module.trainer.training and batch is not None:
         batch = {**batch, **self.lightning_module._looked_up(batch)}

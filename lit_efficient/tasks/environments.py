@@ -152,7 +152,7 @@ def check_environment(environment: Environment) -> None:
         ) from error
 
 
-def call_environment(environment: Environment, seed: int, method: str, *given: Any) -> tuple[list[Message], str]:
+def call_environment(environment: Environment, seed: int, method: str, *given: object) -> tuple[list[Message], str]:
     """Return the messages that a method of an environment returns and "", or no messages and a sentence.
 
     The method may use the global random numbers, which depend on the seed, and which the run does not notice.

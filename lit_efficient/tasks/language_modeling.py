@@ -677,7 +677,7 @@ def _shape_of(described: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": "GPT"} | asdict(config) | {"num_kv_heads": config.kv_heads, "hidden_dim": config.mlp_dim}
 
 
-def _batch_to_device(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _batch_to_device(self: Any, batch: object, *args: Any, **kwargs: Any) -> Any:
     """Wrap of the strategy's method that counts the labels on the host, because counting on a GPU would synchronise."""
     self.lightning_module._learned = None
     if isinstance(batch, Mapping) and not {"labels", "shift_labels"}.isdisjoint(batch):

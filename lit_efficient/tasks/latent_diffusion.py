@@ -166,7 +166,9 @@ class LatentDiffusion(LatentGenerator):
 
     def explain_not_finite(self) -> str | None:
         """Return the reason why the last batch has no finite loss, if it is the autoencoder."""
-        return None if self.codec is None else self.codec.explain_not_finite()
+        if self.codec is None:
+            return None
+        return self.codec.explain_not_finite()
 
     def on_validation_epoch_start(self) -> None:
         self._by_noise.reset()

@@ -171,7 +171,9 @@ class LatentGenerator(ChecksTypes, LightningModule):
     @property
     def norm_side(self) -> int:
         """Side of the patches whose norm guidance keeps; 0 for most networks."""
-        return self.shape.sides.multiple if self.shape.keeps_norms else 0
+        if self.shape.keeps_norms:
+            return self.shape.sides.multiple
+        return 0
 
     def sampler_at(self, size: tuple[int, int]) -> Sampler:
         """Return the sampler for latents of a height and width, with its shift as a number."""
@@ -476,7 +478,9 @@ class LatentGenerator(ChecksTypes, LightningModule):
     def _source(self) -> LatentSource | None:
         """Return the data module if it can have an autoencoder, else ``None``."""
         data = getattr(trainer_of(self), "datamodule", None)
-        return data if isinstance(data, LatentSource) else None
+        if isinstance(data, LatentSource):
+            return data
+        return None
 
 
 def to_uint8(images: Tensor) -> Tensor:

@@ -154,7 +154,9 @@ class OnPolicyDistillation(Distillation):
         return rows
 
     def _weight(self, batch: Mapping[str, Tensor]) -> float:
-        return 1.0 if _TRUNCATED in batch else super()._weight(batch)
+        if _TRUNCATED in batch:
+            return 1.0
+        return super()._weight(batch)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         if _TRUNCATED in batch:
@@ -180,7 +182,9 @@ class OnPolicyDistillation(Distillation):
             super()._log_epoch(prefix)
 
 
-def _before_transfer(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _before_transfer(self: Any, batch: object, *args: object, **kwargs: object) -> Any:
     """Wrap of the method that gets each batch on the host, before its tokens are counted."""
     batch = inner_method(self, BEFORE_TRANSFER, _before_transfer)(batch, *args, **kwargs)
-    return self._mixed(batch) if self.trainer.training and batch is not None else batch
+    if self.trainer.training and batch is not None:
+        return self._mixed(batch)
+    return batch

@@ -204,7 +204,7 @@ class PipelineSettings:
         return used
 
 
-def described(kind: type[_T], name: str, value: Any, names: Any) -> _T:
+def described(kind: type[_T], name: str, value: object, names: Any) -> _T:
     """Return an object of class ``kind`` from itself, from a dict of its arguments, or from one of its names.
 
     Args:

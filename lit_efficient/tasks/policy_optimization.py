@@ -202,7 +202,7 @@ class PolicyOptimization(ReferenceTask):
             output = {name: value * share for name, value in output.items()}
         return output
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the backward pass. After the last micro-batch, complete the mean over the tokens of all of them."""
         super().backward(loss, *args, **kwargs)
         if self._counts and not accumulates(self.trainer):
@@ -401,4 +401,6 @@ def _gathered(values: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor) -> float:
-    return float(values.float().mean()) if values.numel() else 0.0
+    if values.numel():
+        return float(values.float().mean())
+    return 0.0

@@ -194,7 +194,9 @@ def numeric_answer(prompt: str, completion: str, row: Row, column: str = "answer
 def _last_number(text: str) -> float | None:
     text = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("\N{MINUS SIGN}", "-"))
     found = re.findall(r"(?:(?<!\d)-)?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?", text)
-    return float(found[-1]) if found else None
+    if found:
+        return float(found[-1])
+    return None
 
 
 def matches(prompt: str, completion: str, row: Row, pattern: str = "", whole: bool = False) -> float:
@@ -359,7 +361,9 @@ def python_tests(
         reason = output.strip().rpartition("\n")[2] or "it needs more time or memory"
         raise ConfigurationError(f"Python could not be started under the limits of time and memory: {reason}")
     found = re.fullmatch(f"ready{token} ([0-9]+)", output)
-    return int(found[1]) / len(tests) if found else 0.0
+    if found:
+        return int(found[1]) / len(tests)
+    return 0.0
 
 
 def _output_of(program: str, seconds: float) -> str:

@@ -89,7 +89,9 @@ class WeightedTeacher:
 
     def source(self) -> TeacherSource | TeacherServer:
         """Return where the teacher comes from."""
-        return self.teacher if isinstance(self.teacher, TeacherServer) else TeacherSource(self.teacher)
+        if isinstance(self.teacher, TeacherServer):
+            return self.teacher
+        return TeacherSource(self.teacher)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class TeacherSource:
     @property
     def name(self) -> str:
         """Path or name of the teacher, for messages."""
-        return self.spec if isinstance(self.spec, str) else str(self.spec.name_or_path)
+        if isinstance(self.spec, str):
+            return self.spec
+        return str(self.spec.name_or_path)
 
     @property
     def checkpoint(self) -> str | None:
@@ -141,7 +145,9 @@ class TeacherSource:
     @property
     def config(self) -> CausalLMConfig:
         """Config of the Hugging Face model."""
-        return CausalLMConfig(self.spec) if isinstance(self.spec, str) else self.spec
+        if isinstance(self.spec, str):
+            return CausalLMConfig(self.spec)
+        return self.spec
 
     def tokenizer_state(self) -> dict[str, Any] | None:
         """Return the teacher's tokenizer in the format of checkpoints, or ``None`` if it has none."""

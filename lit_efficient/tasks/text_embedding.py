@@ -116,7 +116,9 @@ class TextEmbedding(TextTask):
         else:
             weights = attention_mask[..., None].to(states.dtype)
             pooled = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-        return F.normalize(pooled, dim=-1) if self.normalize else pooled
+        if self.normalize:
+            return F.normalize(pooled, dim=-1)
+        return pooled
 
     def _embedded(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings of the texts of each row, ``[B, 2 + n, D]``."""

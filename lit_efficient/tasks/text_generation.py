@@ -193,7 +193,9 @@ def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "gen
             return text
         # Templates of models of images and text may read lists of parts only, and omit a text silently.
         in_parts = str(tokenizer.apply_chat_template([as_parts(message) for message in messages], **how))
-    return in_parts if occurs(messages[-1]["content"], in_parts) else text
+    if occurs(messages[-1]["content"], in_parts):
+        return in_parts
+    return text
 
 
 def pictured_chat(images: ImageTexts, text: str, pictures: Sequence[Image]) -> tuple[str, dict[str, Tensor]]:

@@ -151,17 +151,23 @@ class TextLabelling(TextTask):
 
     def configure_callbacks(self) -> list[Callback]:
         """Return the callbacks of `LanguageModeling` for tags, whose loss is a mean over tokens; else none."""
-        return LanguageModeling.configure_callbacks(self) if self.labels == "tags" else []
+        if self.labels == "tags":
+            return LanguageModeling.configure_callbacks(self)
+        return []
 
     def num_tokens(self, batch: dict[str, Tensor]) -> int:
         """Return the number of labels that contribute to the loss."""
-        return int((batch["labels"] != IGNORE).sum()) if self.labels == "tags" else len(batch["labels"])
+        if self.labels == "tags":
+            return int((batch["labels"] != IGNORE).sum())
+        return len(batch["labels"])
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **further: Tensor) -> Tensor:
         """Return logits ``[B, C]`` or ``[B, T, C]``, or numbers ``[B]``."""
         output = self._call(input_ids, attention_mask, further)
         logits: Tensor = output.logits
-        return logits[:, 0] if self.labels == "number" else logits
+        if self.labels == "number":
+            return logits[:, 0]
+        return logits
 
     def _outcome(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return outputs, the mean loss, and the loss of each row ``[B]``."""

@@ -107,7 +107,9 @@ class UnpairedPreference(ReferenceTask):
     @property
     def prefixes(self) -> tuple[str, ...]:
         """Prefixes of the answers, and for kto of the answers to other prompts."""
-        return ("", "kl_") if self.loss == "kto" else ("",)
+        if self.loss == "kto":
+            return ("", "kl_")
+        return ("",)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -295,7 +295,7 @@ def _tools(row: Row) -> tuple[Any, ...]:
     return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(_listed(value, "tools")))
 
 
-def _tool(value: Any, name: str) -> Mapping[str, Any]:
+def _tool(value: object, name: str) -> Mapping[str, Any]:
     """Return the description of a tool. The whole, or its parameters, may be the JSON text of an object."""
     tool = _object(_of_json(value, name), name)
     if "function" in tool:
@@ -305,7 +305,7 @@ def _tool(value: Any, name: str) -> Mapping[str, Any]:
     return tool
 
 
-def _of_json(value: Any, name: str) -> Any:
+def _of_json(value: object, name: str) -> Any:
     """Return a value that may be given as its JSON text, as in tables whose rows have different keys."""
     if not isinstance(value, str) or not value.strip():
         return value
@@ -315,7 +315,7 @@ def _of_json(value: Any, name: str) -> Any:
         raise MalformedRow(f"{name} is a text that is no JSON: {error}") from error
 
 
-def _listed(value: Any, name: str) -> list[Any]:
+def _listed(value: object, name: str) -> list[Any]:
     """Return a list; an empty one for a value that is missing or empty."""
     if value in (None, "", [], {}):
         return []
@@ -324,7 +324,7 @@ def _listed(value: Any, name: str) -> list[Any]:
     return value
 
 
-def _object(value: Any, name: str) -> Mapping[str, Any]:
+def _object(value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise MalformedRow(f"{name} is {_kind(value)}, not an object")
     return value

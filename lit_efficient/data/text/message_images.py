@@ -106,7 +106,7 @@ def place_images(messages: Sequence[Message], row: Mapping[str, Any]) -> tuple[t
     return tuple(placed), tuple(found)
 
 
-def resolve_image(value: Any, folder: Path | None) -> Image:
+def resolve_image(value: object, folder: Path | None) -> Image:
     """Return an image as the absolute path of a file or as bytes.
 
     Args:

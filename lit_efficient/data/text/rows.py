@@ -327,7 +327,7 @@ def _json_row(line: bytes) -> Content | str:
         return f"no JSON: {error}"
 
 
-def _object(row: Any) -> Content | str:
+def _object(row: object) -> Content | str:
     return row if isinstance(row, dict) else f"a JSON {type(row).__name__}, not an object"
 
 
@@ -464,7 +464,7 @@ def _of_datasets(name: str, split: str, streaming: bool, options: dict[str, Any]
     return Source(name, rows, digest.hexdigest(), partial(len, found))
 
 
-def _read_to_end(found: Any, name: str) -> Iterator[Row]:
+def _read_to_end(found: object, name: str) -> Iterator[Row]:
     from datasets.exceptions import DatasetGenerationError
 
     try:

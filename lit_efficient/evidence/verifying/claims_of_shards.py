@@ -186,7 +186,7 @@ def _noted(self: nn.Module, *args: object, **kwargs: object) -> object:
     return inner_method(self, "training_step", _noted)(*args, **kwargs)
 
 
-def _whole(value: Any) -> object:
+def _whole(value: object) -> object:
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
     if isinstance(value, Tensor):

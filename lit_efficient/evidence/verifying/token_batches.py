@@ -59,7 +59,7 @@ def kinds_of(batch: Mapping[str, Tensor]) -> Kinds:
 class TokenBatch:
     """A batch for the prediction of next tokens."""
 
-    batch: Any  # the batch itself
+    batch: object  # the batch itself
     ids: Tensor  # tokens ``[B, T]``
     labels: Tensor  # labels ``[B, T]`` as they are in the batch
     targets: Tensor  # token that each position predicts ``[B, T]``; `IGNORE` if it predicts none
@@ -95,7 +95,7 @@ class TokenBatch:
         return list(zip(begins, [*begins[1:], end]))
 
 
-def token_batch(batch: Any) -> TokenBatch | None:
+def token_batch(batch: object) -> TokenBatch | None:
     """Return a batch for the prediction of next tokens, whatever its names; ``None`` if it is none."""
     named: dict[str, Tensor] = {}
     if isinstance(batch, Mapping) and "input_ids" in batch:

@@ -538,7 +538,7 @@ def rank_for(tokens: int, parameters_a_rank: int) -> int:
     return max(1, math.ceil(tokens / (_BITS_PER_PARAMETER * parameters_a_rank)))
 
 
-def learned_tokens(batch: Any) -> int | None:
+def learned_tokens(batch: object) -> int | None:
     """Return the number of labels that contribute to the loss, or None if the batch does not consist of tokens."""
     if not isinstance(batch, Mapping):
         return None

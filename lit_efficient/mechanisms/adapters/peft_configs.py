@@ -104,7 +104,7 @@ def config_options(config: Any) -> dict[str, Any]:
     return kept | {"peft_type": given["peft_type"]}
 
 
-def _primitive(value: Any) -> Any:
+def _primitive(value: object) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):

@@ -23,7 +23,7 @@ def restore_without_base(strategy: Strategy) -> None:
     wrap_method(strategy, "load_checkpoint", _load_checkpoint)
 
 
-def _load_checkpoint(self: Any, checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
+def _load_checkpoint(self: Any, checkpoint_path: object, *arguments: object, **named: object) -> Any:
     module = self.lightning_module
     load = inner_method(self, "load_checkpoint", _load_checkpoint)
     path = Path(self.broadcast(checkpoint_path))

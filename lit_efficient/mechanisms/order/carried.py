@@ -4,7 +4,6 @@ No checkpoint holds such attributes, so a resumed run would continue with their 
 """
 
 from inspect import get_annotations
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -67,7 +66,7 @@ class _TensorContent:
     __hash__ = None  # type: ignore[assignment]  # equal contents would need equal hashes
 
 
-def _package_of(item: Any) -> str:
+def _package_of(item: object) -> str:
     """Return the top-level package in which a class or function is defined."""
     return str(item.__module__).partition(".")[0]
 

@@ -42,7 +42,7 @@ def continue_pictured(
             return possible
 
     class End(transformers.StoppingCriteria):
-        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: object) -> Any:
             return torch.tensor([ended], device=input_ids.device)
 
     kind = next(p.dtype for p in network.parameters() if p.is_floating_point())

@@ -24,7 +24,9 @@ class HeldLayer(DynamicLayer):
         self.window = window
         self.is_sliding = window is not None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return those that the new tokens may see."""
         first = self.get_mask_sizes(0)[1]
         keys, values = self.held.append(key_states, value_states)

@@ -45,7 +45,9 @@ def build_backbone(spec: BackboneSpec, empty: bool = False) -> nn.Module:
         ConfigurationError: For a model that cannot be a backbone, or cannot be built or loaded.
     """
     if isinstance(spec, DiTConfig):
-        return built_empty(lambda: DiT(spec)) if empty else DiT(spec)
+        if empty:
+            return built_empty(lambda: DiT(spec))
+        return DiT(spec)
     shape_of(spec)  # refuses models that cannot be a backbone
     network = build_empty(spec) if empty else None
     return diffusers_backbones.prepared(network or build(spec), spec)

@@ -69,7 +69,9 @@ class Head:
         """Return the auto class of transformers that builds a configuration."""
         import transformers
 
-        return language_auto_class(config) if self.auto is None else getattr(transformers, self.auto)
+        if self.auto is None:
+            return language_auto_class(config)
+        return getattr(transformers, self.auto)
 
     def describe(self, config: Any) -> None:
         """Set the fields of the head in a configuration, in place."""
@@ -494,7 +496,9 @@ def read_config(text: str) -> dict[str, Any]:
     """Return the fields of a configuration from its JSON text, in which transformers writes infinity as an object."""
 
     def floats(fields: dict[str, Any]) -> Any:
-        return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
+        if fields.keys() == {"__float__"}:
+            return float(fields["__float__"])
+        return fields
 
     found: dict[str, Any] = json.loads(text, object_hook=floats)
     return found
@@ -585,4 +589,6 @@ def rotary_length(config: Any) -> int | None:
     if any("dynamic" in str(kind.get("rope_type")) for kind in kinds):
         return None
     most = getattr(text, "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else None
+    if isinstance(most, int) and most > 0:
+        return most
+    return None

@@ -131,7 +131,9 @@ def unusual(fields: Mapping[str, object]) -> str:
     string.
     """
     odd = [f"{name}: {value}" for name, value in fields.items() if _is_unusual(value)]
-    return f" ({', '.join(odd)})" if odd else ""
+    if odd:
+        return f" ({', '.join(odd)})"
+    return ""
 
 
 def _is_unusual(value: object) -> bool:

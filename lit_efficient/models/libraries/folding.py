@@ -65,7 +65,7 @@ def fold_statistics(vae: Any, mean: Tensor, std: Tensor) -> Any:
     return result.eval()
 
 
-def _like(model: Any, **changed: Any) -> Any:
+def _like(model: Any, **changed: object) -> Any:
     """Return another model with some fields changed. ``from_config`` would replace fields that were left at their
     defaults.
     """

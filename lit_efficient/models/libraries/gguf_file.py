@@ -110,7 +110,7 @@ def _from_header(header: Mapping[str, Any], tensors: tuple[str, ...]) -> dict[st
     return found
 
 
-def read_model(kind: Any, name: str, **options: Any) -> Any:
+def read_model(kind: Any, name: str, **options: object) -> Any:
     """Call ``kind.from_pretrained`` for a name, a folder or a GGUF file. A file's model becomes an ordinary one.
 
     Raises:
@@ -149,7 +149,7 @@ def _warn_of_unread(model: Any, name: str) -> None:
         )
 
 
-def read_tokenizer(name: str, **options: Any) -> Any:
+def read_tokenizer(name: str, **options: object) -> Any:
     """Return the tokenizer of a name, a folder or a GGUF file of transformers.
 
     Raises:

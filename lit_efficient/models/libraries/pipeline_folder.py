@@ -75,7 +75,9 @@ class PipelineMeaning:
     @property
     def channels(self) -> int | None:
         """Channels of the latents, or None without an autoencoder."""
-        return None if self.scaling is None else len(self.scaling[0])
+        if self.scaling is None:
+            return None
+        return len(self.scaling[0])
 
 
 def pipeline_root(name_or_path: str, subfolder: str) -> tuple[str, str]:
@@ -159,7 +161,9 @@ def text_kind(index: Mapping[str, Any]) -> TextKind | None:
     if network == "UNet2DConditionModel":
         reads = [str((index.get(name) or [None, None])[1]) for name in ("text_encoder", "text_encoder_2")]
         if reads[0].startswith("CLIPText"):
-            return "sdxl" if reads[1].startswith("CLIPText") else "sd"
+            if reads[1].startswith("CLIPText"):
+                return "sdxl"
+            return "sd"
         return None
     return kinds.get(str(network))
 
@@ -192,7 +196,9 @@ def text_length(pipeline: str) -> int | None:
     if kind is None or not pipeline:
         return None
     parameter = inspect.signature(kind.__call__).parameters.get("max_sequence_length")
-    return None if parameter is None else parameter.default
+    if parameter is None:
+        return None
+    return parameter.default
 
 
 def _is_pipeline(folder: Path) -> bool:

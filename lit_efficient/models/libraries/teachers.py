@@ -414,10 +414,10 @@ def _placed(network: nn.Module) -> tuple[torch.device | None, torch.dtype | None
     return first.device, first.dtype
 
 
-def _on(tree: Any, device: torch.device | None, dtype: torch.dtype | None, detach: bool = True) -> Any:
+def _on(tree: object, device: torch.device | None, dtype: torch.dtype | None, detach: bool = True) -> Any:
     """Move tensors to the network's device, and floats to its format."""
 
-    def move(value: Any) -> Any:
+    def move(value: object) -> Any:
         if not isinstance(value, Tensor):
             return value
         if detach:

@@ -295,7 +295,9 @@ class TextEncoder:
     def pooled_width(self) -> int:
         """Return P, the number of features of the pooled embedding; 0 if there is none."""
         pooled = self.encode([""], negative=True).pooled
-        return 0 if pooled is None else pooled.shape[-1]
+        if pooled is None:
+            return 0
+        return pooled.shape[-1]
 
     @property
     def is_instructed(self) -> bool:

@@ -108,7 +108,7 @@ class ExpertMixture(Loads, StaysFloat32):
     )
     token_rows: dict[str, object]  # padding mask of the batch, see `token_rows`
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Map [..., D] to [..., D]."""
         rows = x.reshape(-1, x.shape[-1])  # [N, D]
         with torch.autocast(x.device.type, enabled=False):

@@ -21,7 +21,7 @@ class _KnowsRows:
 
     _row_layers: tuple[str, ...]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         own = super().forward  # type: ignore[misc]
         given = {key: _argument(unmixed(self), key, args, kwargs) for key in _ROWS}  # type: ignore[arg-type]
         given = {key: value for key, value in given.items() if isinstance(value, Tensor) and value.ndim == 2}

@@ -64,7 +64,7 @@ def without_dropout() -> Iterator[None]:
     """
     attend: Any = F.scaled_dot_product_attention
 
-    def attend_all(*args: Any, **kwargs: Any) -> object:
+    def attend_all(*args: object, **kwargs: object) -> object:
         if len(args) > _DROPOUT_P:
             return attend(*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :], **kwargs)
         return attend(*args, **kwargs | {"dropout_p": 0.0})
