@@ -183,6 +183,7 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
     helps = {purpose: f"{rank}. {reason}" for purpose, (rank, reason) in helps.items()}
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         helps["block"] = ""  # not printed
+    beside_its_owner = "block" in helps and [*PUBLIC.values()].count(module.removeprefix("lit_efficient.")) > 1
     return Card(
         name=name,
         slot=slot,
@@ -193,7 +194,8 @@ def _read_card(name: str, module: str, slot: str, path: Path, distribution: str 
         arguments=_arguments_section((ast.get_docstring(node) or "").replace("``", "`")),
         conflicts=_conflicts(attributes.get("conflicts")),
         traits=_traits(attributes.get("traits")),
-        is_technique=bool(
+        is_technique=not beside_its_owner
+        and bool(
             distribution or "Technique" in bases or module.split(".")[1] in _TECHNIQUES or _labelled(docstring, "Saves")
         ),
         distribution=distribution,

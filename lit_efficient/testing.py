@@ -227,7 +227,7 @@ class Run:
         """Return the callback or precision whose class has this name, or ``None``."""
         return next((part for part in parts_of(self.trainer) if type(part).__name__ == name), None)
 
-    def exported(self) -> dict[str, object]:
+    def exported(self) -> dict[str, Any]:
         """Return a weights-only checkpoint, saved after the end of the run."""
         with tempfile.TemporaryDirectory() as folder:
             self.trainer.save_checkpoint(Path(folder) / "weights.ckpt", weights_only=True)
