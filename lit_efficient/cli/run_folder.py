@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ from lit_efficient.internals.lightning_trainer import purge_from, set_default_ro
 
 LAST = "last.ckpt"
 END = "end.ckpt"  # its name until the fit has ended
+_RENAMING_S = 30.0  # seconds in which a run that has written end.ckpt gives it its name
 
 
 def checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
@@ -71,7 +73,7 @@ def candidates(word: str | None, root: Path) -> list[Path]:
     place = _newest_run(word, root)
     first: Path | None = None
     while place:
-        found = [path for _, _, path in checkpoints(place)]
+        found = _named_checkpoints(place)
         if found:
             return sorted(found, key=lambda path: path != first)
         parent = (read_record(place) or {}).get("parent")
@@ -85,6 +87,25 @@ def candidates(word: str | None, root: Path) -> list[Path]:
             )
         place = first.parent
     return []
+
+
+def _named_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, newest first.
+
+    If the run is just ending in another process, its last checkpoint gets its name first. Otherwise the file could be
+    renamed after it was listed and before it is read.
+    """
+    deadline = time.monotonic() + _RENAMING_S
+    while True:
+        found = [path for _, _, path in checkpoints(folder)]
+        if all(path.name != END for path in found) or time.monotonic() > deadline:
+            return found
+        held = hold(folder)
+        if held is not None:  # nobody is left who would rename it
+            if held >= 0:
+                os.close(held)
+            return found
+        time.sleep(0.1)
 
 
 def _newest_run(word: str | None, root: Path) -> Path | None:

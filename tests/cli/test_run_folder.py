@@ -9,6 +9,7 @@ import signal
 import sys
 import zipfile
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -185,6 +186,22 @@ def test_last_of_a_run_without_any_is_the_one_that_it_started_from(caplog, monke
     assert fit(*arguments, "--model.scale=2", "--trainer.max_epochs=3") == 0
     assert last()["global_step"] == 12
     assert f"ckpt_path: {first / 'last.ckpt'} starts the run" in caplog.text
+
+
+def test_last_of_a_run_that_is_just_ending_waits_for_its_name():
+    """Another fit may look for it between its writing, as end.ckpt, and its renaming."""
+    assert fit(SAVE) == 0
+    (run,) = runs()
+    named = Path(os.path.relpath(run / "last.ckpt"))
+    written = named.rename(run / "end.ckpt")
+    assert candidates("last", RUNS) == [written]  # its process was killed: nobody renames it
+    held = hold(run)
+    assert held
+    renaming = Timer(1, written.rename, [named])
+    renaming.start()
+    assert candidates("last", RUNS) == [named]
+    renaming.join()
+    os.close(held)
 
 
 @pytest.mark.parametrize("parent", ["../../../elsewhere/last.ckpt", "elsewhere/last.ckpt"])
