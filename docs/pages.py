@@ -33,6 +33,7 @@ _MENU = {
         "reinforcement_learning.md",
         "families.md",
         "diffusion.md",
+        "fine_tuning_diffusion.md",
         "examples.md",
         "measuring.md",
         "resuming.md",

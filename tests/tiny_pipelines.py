@@ -11,20 +11,13 @@ import torch
 import transformers
 from torch import nn
 
+from lit_efficient.models.libraries.tiny_pipelines import tiny_clip as clip
+from lit_efficient.models.libraries.tiny_pipelines import tiny_encoders as encoders
+from lit_efficient.models.libraries.tiny_pipelines import tiny_t5 as t5
+from lit_efficient.models.libraries.tiny_pipelines import tiny_vae as vae
 from tests.models.libraries.test_backbones import CONDITIONED, FLUX, PIXART, SANA, SD3, SDXL
-from tests.models.libraries.test_text_encoder_of_pipelines import SPECIAL, clip, t5, tokenizer
 
 WITHOUT_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-
-
-def vae(**fields: Any) -> Any:
-    return diffusers.AutoencoderKL(
-        block_out_channels=(4, 4, 4, 4),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        norm_num_groups=2,
-        **fields,
-    )
 
 
 def network(fields: dict[str, Any], **changed: Any) -> Any:
@@ -54,7 +47,10 @@ def gemma() -> Any:
 
 def wide_clip(width: int, layers: int) -> Any:
     config = transformers.CLIPTextConfig(
-        **SPECIAL,
+        vocab_size=258,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
         hidden_size=width,
         intermediate_size=16,
         num_hidden_layers=layers,
@@ -63,14 +59,6 @@ def wide_clip(width: int, layers: int) -> Any:
         hidden_act="gelu",
     )
     return transformers.CLIPTextModel(config).eval()
-
-
-def encoders(*networks: Any) -> dict[str, Any]:
-    parts: dict[str, Any] = {}
-    for number, one in enumerate(networks, start=1):
-        suffix = "" if number == 1 else f"_{number}"
-        parts |= {f"text_encoder{suffix}": one, f"tokenizer{suffix}": tokenizer()}
-    return parts
 
 
 def sd15(**scheduler: Any) -> Any:

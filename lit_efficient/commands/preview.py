@@ -198,6 +198,7 @@ def build_data(argv: Sequence[str], command: str = "preview") -> Any:
     from lit_efficient.cli import LitEfficientCLI
     from lit_efficient.cli.errors import constructor_error
     from lit_efficient.cli.parsing import PARSER_MODE, Parser
+    from lit_efficient.data.latent_data import LatentData
 
     class DataOnly(LitEfficientCLI):
         data: Any = None
@@ -212,6 +213,8 @@ def build_data(argv: Sequence[str], command: str = "preview") -> Any:
                 self.data = parser.instantiate_classes(Namespace(data=wanted)).data
             except ValueError as error:
                 raise constructor_error(error) from error
+            if isinstance(self.data, LatentData):
+                self.data.backbone = _backbone(self.part(self.config, "model"))
 
         def after_instantiate_classes(self) -> None:
             """Do nothing: there is no trainer."""
@@ -220,6 +223,17 @@ def build_data(argv: Sequence[str], command: str = "preview") -> Any:
             """Do nothing."""
 
     return DataOnly(args=["fit", *argv]).data
+
+
+def _backbone(model: Any) -> Any:
+    """Return the network of diffusers that a config trains, or None."""
+    from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+
+    described = getattr(getattr(model, "init_args", None), "backbone", None)
+    fields = getattr(described, "init_args", described)
+    if getattr(fields, "name_or_path", None) is None:
+        return None
+    return DiffusersModelConfig(**vars(fields))
 
 
 def run(argv: Sequence[str]) -> int:

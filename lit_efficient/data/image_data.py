@@ -39,7 +39,8 @@ class ImageData(ImageModule):
 
     Args:
         train: Folder of images, or of one folder for each split; folder of ``save_to_disk``, .arrow, .parquet or .tar
-            (WebDataset) files; one such file; or a list of several.
+            (WebDataset) files; one such file; or a list of several. ``tiny:photos`` is 15 small photographs, which need
+            no download.
         val: Images for validation, named in the same way. null: ``val_fraction`` of ``train`` is held out.
         test: Images for the test, named in the same way. null: ``test_fraction`` of ``train`` is held out; if it is 0,
             the test uses the validation images.

@@ -26,7 +26,7 @@ from lit_efficient.data.images.image_source import ImageSource
 from lit_efficient.data.latents.latent_format import Format, Moments, StoredDtype, normalize_item
 from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
 from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
-from lit_efficient.data.latents.model_scaling import pipeline_scaling
+from lit_efficient.data.latents.model_scaling import pipeline_encoders, pipeline_scaling
 from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_features
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.cache import cache_root, digest_of
@@ -52,8 +52,10 @@ class LatentData(KeyedModule):
     Args:
         images: Source of the images: ``DigitImages``, ``PhotoCrops``, ``ImageData``, or another ``ImageSource``.
         autoencoder: A model of diffusers; the path of a checkpoint of ``Autoencoding``; or the configuration of this
-            package's autoencoder, with random weights that are always the same.
-        text_encoder: Encoder of the captions. null: batches hold the captions as text, if there are any.
+            package's autoencoder, with random weights that are always the same. null takes the autoencoder of the
+            pipeline from which the trained network comes, and its text encoders unless ``text_encoder`` names others.
+        text_encoder: Encoder of the captions. null beside an ``autoencoder``: batches hold the captions as text, if
+            there are any.
         features: Frozen encoder whose features come with each batch, for ``HiddenAlignment(teacher=None)``.
         folder: Folder of the cache. null: a folder in LIT_EFFICIENT_CACHE or ~/.cache/lit_efficient whose name is the
             hash of all that the cache is made from.
@@ -76,7 +78,7 @@ class LatentData(KeyedModule):
     def __init__(
         self,
         images: LightningDataModule,
-        autoencoder: AutoencoderConfig | DiffusersModelConfig | str,
+        autoencoder: AutoencoderConfig | DiffusersModelConfig | str | None = None,
         text_encoder: TextEncoderConfig | None = None,
         features: TeacherFeatures | None = None,
         folder: str | None = None,
@@ -102,6 +104,7 @@ class LatentData(KeyedModule):
         self.statistics = statistics
         self.cached = cached
         self.build = build
+        self.backbone: DiffusersModelConfig | None = None  # the trained network, for commands without a trainer
         self.codec: LatentCodec
         self.text_encoder: TextEncoder | None = None
         self._encoders: Encoders | None = None
@@ -191,12 +194,12 @@ class LatentData(KeyedModule):
         """
         # The batch size of a task that encodes live, because the rounding of a convolution depends on it.
         options.setdefault("batch_size", min(self.images.batch_size, IMAGES_AT_ONCE))
+        encoders = self.encoders()
         about = {
             "autoencoder": described(self.autoencoder),
             "text_encoder": described(self.text_encoder_config),
             "teacher": described(self.features and self.features.teacher),
         }
-        encoders = self.encoders()
         manifest = build_latents(self.cache_folder(), self.images, encoders, self.identity(), about=about, **options)
         if isinstance(encoders.codec.held, AutoencoderOnDisk) and encoders.codec.held.loaded:
             # Note the fingerprint while the weights are in memory: a checkpoint would load them for it alone.
@@ -247,6 +250,9 @@ class LatentData(KeyedModule):
         The weights of large encoders that were used before stay on disk until they are needed.
         """
         if self._encoders is None:
+            if self.autoencoder is None:
+                self.autoencoder, text = pipeline_encoders(self, self.backbone)
+                self.text_encoder_config = self.text_encoder_config or text
             autoencoder = find_autoencoder(self.autoencoder)
             channels = autoencoder.latent_channels
             codec = LatentCodec(autoencoder, torch.zeros(channels), torch.ones(channels))

@@ -9,7 +9,8 @@ import yaml
 from PIL import Image
 
 from lit_efficient.__main__ import main
-from tests.models.libraries.test_text_encoder_of_pipelines import clip, tokenizer
+from lit_efficient.models.libraries.tiny_pipelines import tiny_clip as clip
+from lit_efficient.models.libraries.tiny_pipelines import tiny_tokenizer as tokenizer
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "pretrained"
 SHORT = ["--trainer.max_steps", "1", "--trainer.precision", "32-true", "--trainer.limit_val_batches", "1"]

@@ -18,8 +18,10 @@ from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.models.libraries.tiny_pipelines import tiny_clip as clip
+from lit_efficient.models.libraries.tiny_pipelines import tiny_t5 as t5
 from tests.models.libraries.diffusers_autoencoders import KL, small
-from tests.models.libraries.test_text_encoder_of_pipelines import clip, saved, t5
+from tests.models.libraries.test_text_encoder_of_pipelines import saved
 from tests.processes import python
 from tests.support import QUIET
 from tests.support_cli import export

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_pixels import UnreadableImage, upright_size
 from lit_efficient.data.images.image_tables import ImageTable, open_table
+from lit_efficient.data.images.tiny_photos import local_images
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import cache_folder, prepared_folder, read_manifest, seal
 from lit_efficient.files.file_hashes import broken_seal, hash_files
@@ -48,6 +49,7 @@ class StoredImages:
     def __init__(
         self, name: str, split: str, columns: ImageColumns, skip_unreadable: bool, cache_dir: str | None
     ) -> None:
+        name = local_images(name, cache_dir)
         self.table: ImageTable = open_table(name, split, columns, cache_dir)
         root = Path(name).expanduser()
         # Names are part of the key because they decide the order. A relative name lets the folder be moved.

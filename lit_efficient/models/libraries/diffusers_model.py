@@ -38,6 +38,7 @@ from lit_efficient.models.libraries.config_fields import (
     library_errors,
     unusual,
 )
+from lit_efficient.models.libraries.tiny_pipelines import local_name
 from lit_efficient.surgery import WAITS
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class DiffusersModelConfig:
 
     Args:
         name_or_path: a name on a hub or a local folder, of the model or of a pipeline (with ``subfolder``); or a
-            checkpoint in one file (with ``config``); None builds the model from ``config_fields`` alone.
+            checkpoint in one file (with ``config``); or ``tiny:FAMILY`` (sd15, sdxl, sd3, flux), a tiny random pipeline
+            that is built offline; None builds the model from ``config_fields`` alone.
         config_fields: fields that replace those of the named model's configuration; without ``name_or_path`` the whole
             configuration, with ``_class_name`` (``AutoencoderKL``, ``UNet2DConditionModel``, ...).
         subfolder: folder of the model in a pipeline: ``vae``, ``unet``, ``transformer``.
@@ -87,6 +89,7 @@ class DiffusersModelConfig:
     variant: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name_or_path", local_name(self.name_or_path))
         if self.name_or_path is None:
             check_names_class(_OWNER, "_class_name", self.config_fields or {})
         check_number(_OWNER, "guidance", self.guidance, least=0)

@@ -28,6 +28,7 @@ from lit_efficient.models.libraries.config_fields import (
 )
 from lit_efficient.models.libraries.diffusers_model import check_complete, check_single_file
 from lit_efficient.models.libraries.pipeline_folder import TextKind
+from lit_efficient.models.libraries.tiny_pipelines import local_name
 from lit_efficient.surgery import moved, own_draws
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ class TextEncoderConfig:
     """Text encoder of transformers, by name or by configuration.
 
     Args:
-        name_or_path: a name on a hub or a local folder, of the encoder or of a pipeline (with ``subfolder``); None
-            builds the encoder from ``config_fields`` alone, with random weights (always the same ones).
+        name_or_path: a name on a hub or a local folder, of the encoder or of a pipeline (with ``subfolder``); or
+            ``tiny:FAMILY`` (sd15, sdxl, sd3, flux), a tiny random pipeline that is built offline; None builds the
+            encoder from ``config_fields`` alone, with random weights (always the same ones).
         config_fields: fields that replace those of the named model's configuration; without ``name_or_path`` the whole
             configuration, with ``model_type`` (``clip_text_model``, ``t5``, ...). ``architectures`` chooses the class:
             ``[CLIPTextModelWithProjection]``.
@@ -114,6 +116,7 @@ class TextEncoderConfig:
     variant: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name_or_path", local_name(self.name_or_path))
         check_single_file(_OWNER, self.name_or_path, self.config)
         if self.pipeline is not None:
             self._check_pipeline()

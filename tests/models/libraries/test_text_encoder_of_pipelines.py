@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from diffusers import (
     DDIMScheduler,
     FluxPipeline,
@@ -14,40 +13,18 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
 )
-from tokenizers import Tokenizer
 
-from lit_efficient.models.libraries.caption_tokens import load_tokenizer
 from lit_efficient.models.libraries.text_encoder import CaptionReading, TextEncoder, TextEncoderConfig
+from lit_efficient.models.libraries.tiny_pipelines import tiny_clip as clip
+from lit_efficient.models.libraries.tiny_pipelines import tiny_encoders
+from lit_efficient.models.libraries.tiny_pipelines import tiny_t5 as t5
 
 CAPTIONS = ["a cat", "dogs in a row", ""]
-SPECIAL = {"vocab_size": 258, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-
-
-def tokenizer() -> Any:
-    json = load_tokenizer("bytes", "", None, 77, "right").json
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json), pad_token="<pad>", eos_token="<end>", model_max_length=77
-    )
-
-
-def clip(width: int, kind: str = "CLIPTextModelWithProjection") -> Any:
-    config = transformers.CLIPTextConfig(
-        **SPECIAL, hidden_size=width, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, projection_dim=6
-    )
-    return getattr(transformers, kind)(config).eval()
-
-
-def t5() -> Any:
-    config = transformers.T5Config(vocab_size=258, d_model=48, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
-    return transformers.T5EncoderModel(config).eval()
 
 
 def saved(folder: Path, *encoders: Any) -> dict[str, Any]:
     """The components of a pipeline, written as it writes them."""
-    parts: dict[str, Any] = {}
-    for number, encoder in enumerate(encoders, start=1):
-        suffix = "" if number == 1 else f"_{number}"
-        parts |= {f"text_encoder{suffix}": encoder, f"tokenizer{suffix}": tokenizer()}
+    parts = tiny_encoders(*encoders)
     for name, part in parts.items():
         part.save_pretrained(folder / name)
     return parts
