@@ -228,7 +228,8 @@ def served_top_k(teacher: ServedTeacher, batch: Mapping[str, Tensor], vocab_size
     """Ask a served teacher about the tokens of a batch that contribute to the loss.
 
     Returns:
-        Ids ``[B, T, k]`` and log-probabilities ``[B, T, k + 1]``, as of `top_k_of`, with zeros for other tokens.
+        Ids ``[B, T, k]`` and log-probabilities ``[B, T, k + 1]``, or ``[B, T, k]`` if k is ``vocab_size``, as of
+        `top_k_of`, with zeros for other tokens.
 
     Raises:
         ConfigurationError: If one of the most likely tokens is unknown to the student.
@@ -250,6 +251,8 @@ def served_top_k(teacher: ServedTeacher, batch: Mapping[str, Tensor], vocab_size
             f"Distillation: the teacher {teacher.server.url} gives the token id {int(ids.max())}, and student and "
             f"teacher have {vocab_size} tokens in common"
         )
+    if teacher.k == vocab_size:  # then there are no other tokens, and the student gives them no probability
+        log_probs = log_probs[..., :-1]
     return ids, log_probs
 
 

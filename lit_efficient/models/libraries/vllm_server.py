@@ -11,7 +11,6 @@ Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ _AT_A_TIME = 64  # requests
 _SHOWN = 300  # characters of a wrong answer in an error
 # Log-probabilities are rounded to float32, so what is left of a sum of probabilities is not exact below this.
 _LEAST_REST = 1e-7
+_LARGEST_EXCESS = 1e-3
 
 
 class VLLMServer:
@@ -174,7 +174,12 @@ class ServedTeacher:
             )
         ids = torch.tensor([[token for token, _ in place] for place in likely])
         log_probs = torch.tensor([[value for _, value in place] for place in likely], dtype=torch.float64)
-        if not bool((log_probs <= math.log1p(1e-3)).all()):  # also for NaN
-            self.server.refuse("/v1/completions", f"returned log-probabilities up to {float(log_probs.max())}")
-        rest = (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=_LEAST_REST).log()
+        total = log_probs.exp().sum(1, keepdim=True)
+        if not bool((total <= 1 + _LARGEST_EXCESS).all()):  # also for NaN
+            self.server.refuse(
+                "/v1/completions",
+                f"returned {self.k} tokens whose probabilities add up to {float(total.max()):.4g}: leave vLLM's "
+                "logprobs-mode at raw_logprobs",
+            )
+        rest = (1 - total).clamp(min=_LEAST_REST).log()
         return ids, torch.cat((log_probs, rest), 1).float()

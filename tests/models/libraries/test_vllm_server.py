@@ -54,6 +54,11 @@ def test_wrong_answers_name_the_address_and_what_was_answered(server: StandIn) -
         del found["choices"][0]["prompt_logprobs"][-1]
         return found
 
+    def doubled(found: dict[str, Any]) -> dict[str, Any]:
+        for entry in found["choices"][0]["prompt_logprobs"][1].values():
+            entry["logprob"] = -0.5
+        return found
+
     place = f"ServedTeacher: {server.url}/v1/completions"
     for answer, sentence in [
         ((500, {"error": {"message": "out of memory"}}), "answered with status 500: out of memory"),
@@ -61,6 +66,7 @@ def test_wrong_answers_name_the_address_and_what_was_answered(server: StandIn) -
         ((200, "<html>hello"), "answered '<html>hello', which is not one completion"),
         ((200, {"choices": []}), "answered '{\"choices\": .*', which is not one completion"),
         ((200, {"choices": [{}]}), "has not returned 3 log-probabilities for each of 2 tokens of a prompt, but None"),
+        (doubled, "returned 3 tokens whose probabilities add up to 1.82: leave vLLM's logprobs-mode at raw_logprobs"),
         (short, "has not returned 3 log-probabilities for each of 2 tokens"),
     ]:
         server.answers["/v1/completions"] = answer
