@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_efficient.models.generation.batched import generate
-from lit_efficient.models.generation.sampling import Sampling
+from lit_efficient.models.generation.sampling import Sampling, remaining
 from lit_efficient.tasks.text_generation import Ending
 
 _LEAST = -9999.0  # vLLM's number in the place of minus infinity
@@ -32,6 +32,7 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.processed = processed  # the option --logprobs-mode
+        self.most_tokens: int | None = None  # the limit of a generation_config.json
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.served: dict[str, Any] = {"base": self._load()}
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -57,13 +58,21 @@ class StandIn(ThreadingHTTPServer):
             if path == "/v1/load_lora_adapter":
                 if name in self.served:
                     return 400, _error(f"The lora adapter '{name}' has already been loaded.")
+                wrong = _wrong_adapter(json.loads((Path(body["lora_path"]) / "adapter_config.json").read_text()))
+                if wrong:
+                    return 500, _error(wrong, 500)
                 self.served[name] = PeftModel.from_pretrained(self._load(), body["lora_path"]).eval()
                 return 200, f"Success: LoRA adapter '{name}' added successfully."
-            if name not in self.served:
-                return 404, _error(f"The model `{name}` does not exist.")
             if path == "/v1/unload_lora_adapter":
+                if name not in self.served:
+                    return 404, _error(f"The lora adapter '{name}' cannot be found.", 404)
                 del self.served[name]
                 return 200, f"Success: LoRA adapter '{name}' removed successfully."
+            if name not in self.served:
+                return 404, _error(f"The model `{name}` does not exist. Valid aliases: {[*self.served]}.", 404)
+            wrong = _wrong_request(body, self.served["base"].config)
+            if wrong:
+                return 400, _error(wrong)
             with torch.no_grad():
                 return 200, {"choices": [self._complete(self.served[name], body)]}
 
@@ -71,11 +80,11 @@ class StandIn(ThreadingHTTPServer):
         network = model.get_base_model() if isinstance(model, PeftModel) else model
         how = Sampling(*(body.get(key, off) for key, off in _OFF.items()))
         ending = Ending(self.tokenizer, [body["prompt"]], body.get("stop", ()))
-        assert body.get("ignore_eos", True)
+        most = min(body.get("max_tokens", 16), self.most_tokens or body.get("max_tokens", 16))
         (sample,) = generate(
             network,
             [body["prompt"]],
-            body["max_tokens"],
+            most,
             sampling=how,
             seeds=[body.get("seed", 0)],
             stop={*body.get("stop_token_ids", ())},
@@ -90,24 +99,23 @@ class StandIn(ThreadingHTTPServer):
         else:
             choice["stop_reason"] = body["stop"][0]
         if body.get("logprobs") is not None:
-            assert body["return_tokens_as_token_ids"]
-            names = [f"token_id:{token}" for token in sample.tokens]
-            plain = network(torch.tensor([body["prompt"] + sample.tokens])).logits[0].log_softmax(-1)
-            rows = plain[len(body["prompt"]) - 1 : -1]
-            values = rows.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0].tolist()
-            top = [{name: value} for name, value in zip(names, values)]
-            if self.processed:
-                values = sample.drawn_log_probs
-                top = [{name: value} for name, value in zip(names, values)]
-            if body["logprobs"] == 1:
-                for row, place, token in zip(rows, top, sample.tokens):
-                    second = next(one for one in row.argsort(descending=True).tolist() if one != token)
-                    hidden = self.processed and body["top_k"] == 1
-                    place[f"token_id:{second}"] = _LEAST if hidden else float(row[second])
-            choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": top}
+            choice["logprobs"] = self._log_probs(network, body, sample.tokens, how)
         if "prompt_logprobs" in body:
             choice["prompt_logprobs"] = [None, *_of_prompt(network, body["prompt"], body["prompt_logprobs"])]
         return choice
+
+    def _log_probs(self, network: Any, body: dict[str, Any], tokens: list[int], how: Sampling) -> dict[str, Any]:
+        """Return the log-probabilities of new tokens, each with the most likely ones, of which it may be one."""
+        logits = network(torch.tensor([body["prompt"] + tokens])).logits[0][len(body["prompt"]) - 1 : -1]
+        rows = remaining(logits, how) if self.processed else logits.log_softmax(-1)
+        rows = rows.clamp(min=_LEAST)
+        top = []
+        for row, token in zip(rows, tokens):
+            likely = dict.fromkeys([token, *row.topk(body["logprobs"]).indices.tolist()])
+            top.append({f"token_id:{one}": float(row[one]) for one in likely})
+        names = [f"token_id:{token}" if body.get("return_tokens_as_token_ids") else str(token) for token in tokens]
+        values = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": top}
 
 
 _OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -122,8 +130,55 @@ def _of_prompt(network: Any, prompt: list[int], k: int) -> Iterator[dict[str, An
         yield {str(one): {"logprob": float(row[one]), "rank": int(rank)} for one, rank in zip(kept, ranks)}
 
 
-def _error(message: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "BadRequestError", "code": 400}}
+# What a request may hold, of vLLM's CompletionRequest, and whether a value is allowed.
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "model": lambda value: isinstance(value, str),
+    "prompt": lambda value: bool(value) and all(isinstance(token, int) and token >= 0 for token in value),
+    "max_tokens": lambda value: value >= 1,
+    "temperature": lambda value: value == 0 or 0.01 <= value <= 2,  # vLLM raises the ones in between to 0.01
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: isinstance(value, int) and value >= -1,
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: value > 0,
+    "presence_penalty": lambda value: -2 <= value <= 2,
+    "frequency_penalty": lambda value: -2 <= value <= 2,
+    "seed": lambda value: -(2**63) <= value < 2**63,
+    "stop": lambda value: isinstance(value, list) and all(value),
+    "stop_token_ids": lambda value: all(isinstance(token, int) for token in value),
+    "ignore_eos": lambda value: value is True,  # the end tokens of the server's files have no part here
+    "skip_special_tokens": lambda value: isinstance(value, bool),
+    "return_tokens_as_token_ids": lambda value: isinstance(value, bool),
+    "logprobs": lambda value: isinstance(value, int) and 0 <= value <= _MOST_LOG_PROBS,
+    "prompt_logprobs": lambda value: isinstance(value, int) and 0 <= value <= _MOST_LOG_PROBS,
+}
+_MOST_LOG_PROBS = 120  # the option --max-logprobs
+_LARGEST_RANK = 64  # the option --max-lora-rank
+
+
+def _wrong_request(body: Mapping[str, Any], config: Any) -> str:
+    """Return why vLLM would refuse a request, or ""."""
+    for name, value in body.items():
+        if name not in _FIELDS or not _FIELDS[name](value):
+            return f"{name} must not be {value!r}"
+    if max((*body["prompt"], *body.get("stop_token_ids", ()))) >= config.vocab_size:
+        return f"a token id is not in the vocabulary of {config.vocab_size}"
+    most = config.max_position_embeddings
+    asked = len(body["prompt"]) + body.get("max_tokens", 16)
+    return f"This model's maximum context length is {most} tokens, and {asked} are asked for." if asked > most else ""
+
+
+def _wrong_adapter(config: Mapping[str, Any]) -> str:
+    """Return why vLLM cannot load an adapter of peft, or "": the rules of its PEFTHelper."""
+    if config["peft_type"] != "LORA" or config["r"] > _LARGEST_RANK:
+        return f"LoRA rank {config.get('r')} is greater than max_lora_rank {_LARGEST_RANK}."
+    found = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(name)]
+    if config["bias"] != "none":
+        found.append("bias")
+    return f"vLLM does not support {', '.join(found)}." if found else ""
+
+
+def _error(message: str, code: int = 400) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": code}}
 
 
 class _Handler(BaseHTTPRequestHandler):

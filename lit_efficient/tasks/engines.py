@@ -4,7 +4,8 @@
     prompts with seeds -> vLLM -> samples, with the log-probabilities that they were drawn with
 
 Each change of the adapters gives a new name, so that no sample comes from earlier weights, and the former name is
-unloaded. Of several processes, the first one sends the adapters, and each one asks for the samples of its own prompts.
+unloaded, at the end also the last one. Of several processes, the first one sends the adapters, and each one asks for
+the samples of its own prompts.
 
 Costs: the adapters are written to disk and read again after each optimizer step. vLLM rounds in another way than
 training, which ``PolicyLoss.correction`` takes into account.
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lit_efficient.application.ledger import ledger
 from lit_efficient.distributed.ranks import gather_objects, place_among_ranks
-from lit_efficient.errors import ConfigurationError, ConflictError, check_number, checks_types
+from lit_efficient.errors import ConfigurationError, ConflictError, check_number, checks_types, refusal
 from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.adapters.peft_saved import write_peft_folder
@@ -38,6 +41,9 @@ from lit_efficient.tasks.language_modeling import LanguageModeling
 
 _COMPLETIONS = "/v1/completions"
 _NONE = -1000.0  # vLLM writes -9999 for the logarithm of 0
+# A smaller temperature would silently be raised to this one, and a larger one is refused.
+_COLDEST = 0.01
+_HOTTEST = 2.0
 
 
 @checks_types
@@ -62,6 +68,7 @@ class VLLM:
     memory: float = 0.3
     _backend: Any = field(default=None, init=False, repr=False)
     _name: str = field(default="", init=False, repr=False)  # of the adapters that vLLM has
+    _folder: Path = field(default=Path(), init=False, repr=False)  # of their folder
     _digest: str = field(default="", init=False, repr=False)  # of their tensors
     _is_checked: bool = field(default=False, init=False, repr=False)  # the log-probabilities are those of the draws
 
@@ -71,13 +78,17 @@ class VLLM:
         if self.url is not None:
             self._backend = VLLMServer("VLLM", self.url, self.seconds)
 
-    def check(self, task: LanguageModeling) -> None:
+    def check(self, task: LanguageModeling, sampling: Sampling) -> None:
         """Check that vLLM can write samples for a task.
 
         Raises:
-            ConflictError: For a network without LoRA.
-            ConfigurationError: If the base of vLLM in this process would be another one, or if vLLM is missing.
+            ConflictError: For a network without LoRA, or with adapters that vLLM cannot load.
+            ConfigurationError: If vLLM does not draw at the temperature, if the base of vLLM in this process would be
+                another one, or if vLLM is missing.
         """
+        if not _COLDEST <= sampling.temperature <= _HOTTEST:
+            allowed = f"at least {_COLDEST} and at most {_HOTTEST} for vLLM"
+            raise refusal("VLLM", "rollout.temperature", allowed, sampling.temperature)
         _, config = _adapters_of(task)
         if self._backend is not None:
             return
@@ -90,7 +101,8 @@ class VLLM:
             )
         if place_among_ranks()[1] > 1:
             raise ConfigurationError("VLLM: with several processes, start a server, and give its url")
-        self._backend = VLLMInProcess("VLLM", str(model.name_or_path), config["r"], self.memory)  # type: ignore[union-attr]
+        with isolate_rng():  # vLLM may seed the global generators
+            self._backend = VLLMInProcess("VLLM", str(model.name_or_path), config["r"], self.memory)  # type: ignore[union-attr]
 
     def write(
         self,
@@ -117,9 +129,11 @@ class VLLM:
             written: Function of the number of a prompt and its new ids, which is true at an ending.
         """
         if self._backend is None:
-            self.check(task)
+            self.check(task, sampling)
         name = self._send_adapters(task)
         asked: dict[str, Any] = {"model": name, "logprobs": 0, "return_tokens_as_token_ids": True, **vars(sampling)}
+        # The server's own values may come from the model's generation_config.json.
+        asked |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         # Without ignore_eos, the server also stops at the end tokens of its own files.
         asked |= {"stop_token_ids": sorted(stop), "ignore_eos": True, "stop": list(endings)}
         asked |= {"skip_special_tokens": False}
@@ -140,6 +154,7 @@ class VLLM:
             return self._name
         name = f"{type(task).__name__}-{secrets.token_hex(8)}"
         folder = Path(self.folder or Path(task.trainer.default_root_dir) / "adapters").resolve()
+        self._folder = folder
         sentence = ""
         is_first = place_among_ranks()[0] == 0
         if is_first:
@@ -159,19 +174,37 @@ class VLLM:
         self._digest = digest
         return name
 
+    def close(self) -> None:
+        """Unload the adapters that vLLM has, and remove their folder. All processes call it together."""
+        if not self._name:
+            return
+        gather_objects(None)  # no process asks for samples any more
+        if place_among_ranks()[0] == 0:
+            try:
+                self._backend.unload_adapter(self._name)
+            except ConfigurationError as error:  # the run is complete
+                rank_zero_warn(f"The adapters of this run stay in vLLM. {error}")
+            shutil.rmtree(self._folder / self._name, ignore_errors=True)
+        self._name = ""
+        self._digest = ""
+
     def _check_log_probs(self, asked: Mapping[str, Any]) -> None:
-        """Check that log-probabilities are those after temperature and filters: of one token of one, no other has any.
+        """Check that log-probabilities are those after temperature and filters: of the best token alone, 0 and none.
 
         Raises:
             ConfigurationError: If they are not.
         """
-        request = {**asked, "max_tokens": 1, "top_k": 1, "logprobs": 1, "stop": []}
+        request = {**asked, "max_tokens": 1, "top_k": 1, "logprobs": 2, "stop": []}
         (answer,) = self._backend.complete([request])
         try:
             (top,) = answer["logprobs"]["top_logprobs"]
-            others = sorted(map(float, top.values()))[:-1]
+            _, *others = sorted(map(float, top.values()), reverse=True)
+            if not others:
+                raise ValueError
         except (KeyError, TypeError, ValueError, AttributeError):
-            self._backend.refuse(_COMPLETIONS, f"returned no log-probabilities, but {str(answer)[:300]}")
+            self._backend.refuse(
+                _COMPLETIONS, f"returned no log-probabilities of the best two tokens, but {str(answer)[:300]}"
+            )
         if any(value > _NONE for value in others):
             self._backend.refuse(
                 _COMPLETIONS,
@@ -211,7 +244,7 @@ class VLLM:
             reason = answer.get("finish_reason")
             if reason == "stop" and isinstance(answer.get("stop_reason"), str):
                 sample.end = "written"
-            elif reason != "length" and len(tokens) < most:
+            elif len(tokens) < most:  # also for "length": a server may have a limit of its own
                 self._backend.refuse(
                     _COMPLETIONS,
                     f"ended a sample after {len(tokens)} of {most} tokens with finish_reason {reason!r} and "
@@ -229,11 +262,26 @@ def _adapters_of(task: LanguageModeling) -> tuple[dict[str, Tensor], dict[str, A
             trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
             kept = trained | added_names(task, state)
             own = {name: state[name].detach() for name in state if name in kept}
-            return to_peft(own, entry.kind.placement(task), entry.record["arguments"])
+            tensors, config = to_peft(own, entry.kind.placement(task), entry.record["arguments"])
+            _check_adapters(config)
+            return tensors, config
     raise ConflictError(
         "VLLM: only adapters are sent to vLLM, and the network has no LoRA: add LoRA to trainer.callbacks, or leave "
         "rollout.engine out"
     )
+
+
+def _check_adapters(config: Mapping[str, Any]) -> None:
+    """Raise ConflictError for adapters that vLLM cannot load."""
+    wrong = {
+        "variant dora": config["use_dora"],
+        f"bias {config['bias']}": config["bias"] != "none",
+        "modules_to_save": config["modules_to_save"],
+        "trainable_token_indices": config.get("trainable_token_indices"),
+    }
+    for name, found in wrong.items():
+        if found:
+            raise ConflictError(f"VLLM: vLLM cannot load adapters of LoRA with {name}: leave it or rollout.engine out")
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> str:

@@ -115,6 +115,11 @@ class OnPolicyDistillation(Distillation):
     def on_fit_start(self) -> None:
         check_writes(self, self.rollout)
 
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        if self.rollout.engine is not None:
+            self.rollout.engine.close()
+
     def on_train_start(self) -> None:
         super().on_train_start()
         wrap_method(self, BEFORE_TRANSFER, _before_transfer)

@@ -155,6 +155,11 @@ class PolicyOptimization(ReferenceTask):
         check_writes(self, self.rollout, self.environment)
         super().on_fit_start()
 
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        if self.rollout.engine is not None:
+            self.rollout.engine.close()
+
     def on_train_start(self) -> None:
         """Do nothing, because batches have no labels to count."""
 

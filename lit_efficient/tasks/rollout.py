@@ -222,7 +222,7 @@ def check_writes(task: LanguageModeling, rollout: Rollout, environment: Environm
             "tokens: use one process or DDP, with LoRA or QuantizeBase to save memory"
         )
     if rollout.engine is not None:
-        rollout.engine.check(task)
+        rollout.engine.check(task, rollout.sampling)
     room_for(task._built(), rollout.max_new_tokens + (0 if environment is None else environment.max_tokens))
     if environment is not None:
         check_environment(environment)

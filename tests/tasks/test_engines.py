@@ -48,7 +48,7 @@ def server(folder: Path) -> Iterator[StandIn]:
         yield one
 
 
-def _run(folder: Path, out: Path, steps: int = 3, lora: bool = True, world: int = 1, **rollout: Any) -> Any:
+def _run(folder: Path, out: Path, steps: int = 3, lora: Any = True, world: int = 1, **rollout: Any) -> Any:
     torch.manual_seed(0)
     given: dict[str, Any] = {"samples": 3, "max_new_tokens": 8, "stop": ("a",)} | rollout
     task = PolicyOptimization(
@@ -61,7 +61,7 @@ def _run(folder: Path, out: Path, steps: int = 3, lora: bool = True, world: int 
     _, tokenizer = writer()
     task.tokenizer_state = pack_tokenizer(tokenizer) | {"stop": [*range(5, 25), 70]}
     seen = Seen()
-    callbacks = [LoRA(rank=4, modules_to_save=None)] if lora else []
+    callbacks = [LoRA(rank=4) if lora is True else lora] if lora else []
     options = {"devices": world, "strategy": "ddp", "use_distributed_sampler": False} if world > 1 else {}
     run = support.trainer(
         max_epochs=-1,
@@ -93,9 +93,9 @@ def test_a_run_with_a_server_is_the_run_with_our_generator(
     asked = [(path.rpartition("/")[2], body.get("lora_name", body.get("model"))) for path, body in server.asked]
     loaded = [name for path, name in asked if path == "load_lora_adapter"]
     assert len(loaded) == len({*loaded}) == 3
-    assert [name for path, name in asked if path == "unload_lora_adapter"] == loaded[:2]
-    assert [*server.served] == ["base", loaded[2]]
-    assert [place.name for place in (tmp_path / "adapters").iterdir()] == loaded[2:]
+    assert [name for path, name in asked if path == "unload_lora_adapter"] == loaded
+    assert [*server.served] == ["base"]
+    assert [*(tmp_path / "adapters").iterdir()] == []
     present = ""
     for path, name in asked:
         if path == "load_lora_adapter":
@@ -146,6 +146,16 @@ def test_wrong_answers_and_missing_adapters_are_sentences(folder: Path, server: 
     server.answers = {"/v1/load_lora_adapter": (404, {"error": {"message": "Not Found"}})}
     with pytest.raises(ConfigurationError, match="/v1/load_lora_adapter answered with status 404: Not Found"):
         _run(folder, tmp_path, 1, engine=VLLM(server.url))
+    server.answers.clear()
+    for name, wrong in (("variant dora", {"variant": "dora"}), ("modules_to_save", {"modules_to_save": "lm_head"})):
+        with pytest.raises(ConfigurationError, match=f"vLLM cannot load adapters of LoRA with {name}"):
+            _run(folder, tmp_path, 1, lora=LoRA(rank=4, **wrong), engine=VLLM(server.url))
+    for temperature in (0.005, 2.5):
+        with pytest.raises(ConfigurationError, match=r"rollout.temperature must be at least 0.01 and at most 2.0 for"):
+            _run(folder, tmp_path, 1, engine=VLLM(server.url), temperature=temperature)
+    server.most_tokens = 3  # of a generation_config.json
+    with pytest.raises(ConfigurationError, match="ended a sample after 3 of 8 tokens with finish_reason 'length'"):
+        _run(folder, tmp_path, 1, engine=VLLM(server.url))
     with pytest.raises(ConfigurationError, match=r"no LoRA: add LoRA to trainer\.callbacks"):
         _run(folder, tmp_path, 1, lora=False, engine=VLLM(server.url))
     with pytest.raises(ConfigurationError, match="VLLM without a url needs vllm: pip install"):
@@ -167,8 +177,8 @@ def test_vllm_in_this_process_is_asked_in_its_own_words(
     lora.LoRARequest = lambda name, number, path: SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
     for name, one in (("vllm", module), ("vllm.lora", ModuleType("vllm.lora")), ("vllm.lora.request", lora)):
         monkeypatch.setitem(sys.modules, name, one)
-    _, expected = _run(folder, tmp_path, 2)
-    _, found = _run(folder, tmp_path, 2, engine=VLLM(memory=0.4))
+    _, expected = _run(folder, tmp_path, 2, temperature=0.7)
+    _, found = _run(folder, tmp_path, 2, temperature=0.7, engine=VLLM(memory=0.4))
     for mine, other in zip(expected, found):
         assert mine == pytest.approx(other, abs=2e-4)
 
@@ -196,9 +206,11 @@ class _LLM:
             _, found = self.server.answer("/v1/completions", body | {"return_tokens_as_token_ids": True})
             (choice,) = found["choices"]
             tokens = [int(name.removeprefix("token_id:")) for name in choice["logprobs"]["tokens"]]
-            values = [SimpleNamespace(logprob=value) for value in choice["logprobs"]["token_logprobs"]]
             reasons = {name: choice[name] for name in ("finish_reason", "stop_reason")}
-            logprobs = [{token: value} for token, value in zip(tokens, values)]
+            logprobs = []
+            for place in choice["logprobs"]["top_logprobs"]:
+                values = {int(name.removeprefix("token_id:")): value for name, value in place.items()}
+                logprobs.append({token: SimpleNamespace(logprob=value) for token, value in values.items()})
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(tokens), logprobs=logprobs, **reasons)])
 
 
@@ -211,7 +223,7 @@ def test_two_processes_use_one_adapter_and_train_as_one(folder: Path, server: St
         torch.testing.assert_close(found[name], tensor, atol=2e-4, rtol=1e-3)
     loaded = [body["lora_name"] for path, body in server.asked if path == "/v1/load_lora_adapter"]
     assert len(loaded) == 3
-    assert [*server.served] == ["base", loaded[2]]
+    assert [*server.served] == ["base"]
 
 
 def _in_ranks(folder: str, url: str) -> None:

@@ -70,6 +70,8 @@ class VLLMInProcess:
 
 def _choice(output: Any) -> dict[str, Any]:
     tokens = list(output.token_ids)
-    values = [place[token].logprob for place, token in zip(output.logprobs, tokens)]
-    logprobs = {"tokens": [f"token_id:{token}" for token in tokens], "token_logprobs": values}
+    top = [{f"token_id:{token}": one.logprob for token, one in place.items()} for place in output.logprobs]
+    names = [f"token_id:{token}" for token in tokens]
+    values = [place[name] for place, name in zip(top, names)]
+    logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": top}
     return {"logprobs": logprobs, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
