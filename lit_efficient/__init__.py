@@ -230,6 +230,7 @@ PUBLIC: dict[str, str] = {
     # models
     "CausalLMConfig": "models.libraries.causal_lm",
     "DiffusersModelConfig": "models.libraries.diffusers_model",
+    "ImageCondition": "models.libraries.image_condition",
     "GPT": "models.networks.gpt",
     "GPTConfig": "models.networks.gpt",
     "GPTConstants": "models.networks.gpt",

@@ -206,6 +206,7 @@ from lit_efficient.losses.feature_matching import VFLoss as VFLoss
 from lit_efficient.losses.feature_matching import vf_loss as vf_loss
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig as CausalLMConfig
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig as DiffusersModelConfig
+from lit_efficient.models.libraries.image_condition import ImageCondition as ImageCondition
 from lit_efficient.models.networks.gpt import GPT as GPT
 from lit_efficient.models.networks.gpt import GPTConfig as GPTConfig
 from lit_efficient.models.networks.gpt import GPTConstants as GPTConstants

@@ -36,6 +36,7 @@ from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.dit_to_diffusers import diffusers_fields
+from lit_efficient.models.libraries.image_condition import ImageCondition
 from lit_efficient.models.networks.class_token import join_token, split_token
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.models.networks.dit import DiTConfig
@@ -83,6 +84,8 @@ class LatentDiffusion(LatentGenerator):
         samples: Number of images that are sampled in each validation, their captions, and their decoder.
         override: Settings in which this config may contradict the pipeline of the backbone: prediction_type, schedule,
             timestep_shift, empty_prompt, vae_scaling, text_encoder. Other contradictions are refused.
+        image_condition: Image that the network sees beside the noisy latents: ControlNet, inpainting, or editing by
+            Flux Kontext and Qwen-Image-Edit. null for none.
     """
 
     logs: ClassVar[tuple[str, ...]] = ("train/loss", "val/loss")  # and others with these prefixes
@@ -101,9 +104,18 @@ class LatentDiffusion(LatentGenerator):
         learning_rate: float = 3e-3,
         samples: Samples = Samples(),  # noqa: B008 (frozen)
         override: list[str] | None = None,
+        image_condition: ImageCondition | None = None,
     ) -> None:
         super().__init__(
-            backbone, prediction, schedule, guidance_scale, sampling_steps, sampler, samples, override or []
+            backbone,
+            prediction,
+            schedule,
+            guidance_scale,
+            sampling_steps,
+            sampler,
+            samples,
+            override or [],
+            image_condition,
         )
         self.timestep_sampling = self.settings.timestep_sampling(timestep_sampling, self.process)
         check_sampling("LatentDiffusion", self.timestep_sampling, self.process)
@@ -128,6 +140,7 @@ class LatentDiffusion(LatentGenerator):
                 "sampler": asdict(self.sampler),
                 "samples": asdict(self.samples),
                 "override": list(self.settings.override),
+                "image_condition": None if self.image_condition is None else asdict(self.image_condition),
             }
         )
         self._by_noise = LossByNoise()
@@ -150,6 +163,7 @@ class LatentDiffusion(LatentGenerator):
             hidden = torch.rand(count, device=self.device) < self.label_dropout
             if self.label_dropout:
                 condition = condition.dropped(hidden, self.conditioning.null(self.device))
+        condition, batch = self.with_image(condition, batch, None)
         encoded = latent_source.with_posterior(batch, self.codec)
         output = self._losses(encoded, condition, self.process, None)
         if "class_loss" in output:
@@ -237,6 +251,7 @@ class LatentDiffusion(LatentGenerator):
         seed = FIXED_SEED + batch_idx * self.trainer.world_size + data_rank(self.trainer)
         process = replace(self.process, input_perturbation=0.0)  # only for training; samplers do not perturb
         condition = self.conditioning.of_batch(batch, self.device)
+        condition, batch = self.with_image(condition, batch, torch.Generator().manual_seed(seed))
         encoded = latent_source.with_posterior(batch, self.codec)
         if self.shape.takes_text:
             self._prompts.gather(batch)

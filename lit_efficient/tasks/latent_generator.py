@@ -31,6 +31,7 @@ from lit_efficient.losses.timesteps import shift_at
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
 from lit_efficient.models.libraries import backbones
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.libraries.image_condition import ImageCondition, shape_with, without_paths
 from lit_efficient.models.libraries.latent_codec import LatentCodec, PreviewDecoder
 from lit_efficient.models.libraries.pipeline_folder import Scaling, in_pipeline
 from lit_efficient.models.libraries.text_encoder import TextEncoder
@@ -43,6 +44,7 @@ from lit_efficient.protocol import builds_no_layers
 from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.deferred_weights import weights_may_wait
+from lit_efficient.tasks.image_inputs import image_input
 from lit_efficient.tasks.latent_conditions import Conditioning, Prompts
 from lit_efficient.tasks.latent_sampling import draw_noise, guided, sample_latents
 from lit_efficient.tasks.latent_source import LatentSource
@@ -102,6 +104,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         sampler: SamplerName | Sampler,
         samples: Samples,
         override: Sequence[str],
+        image_condition: ImageCondition | None = None,
     ) -> None:
         super().__init__()
         # Arguments are dicts if they come from a checkpoint.
@@ -109,6 +112,9 @@ class LatentGenerator(ChecksTypes, LightningModule):
         if isinstance(self.backbone, DiffusersModelConfig):
             self.backbone = in_pipeline(self.backbone, ("transformer", "unet"))
         self.samples = Samples(**samples) if isinstance(samples, dict) else samples
+        self.image_condition = image_condition
+        if isinstance(image_condition, dict):
+            self.image_condition = ImageCondition(**image_condition)
         self.settings = PipelineSettings(self.backbone, override)
         self.prediction: Prediction = self.settings.prediction(prediction)
         self.process = self.settings.process(schedule)
@@ -133,6 +139,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         self._prompts = Prompts(self.samples.prompts)
         self._preview: PreviewDecoder | None = None
         self._described: dict[str, Any] | None = None
+        self._described_image: dict[str, Any] | None = None
         self.network: nn.Module | None = None
         self.codec: LatentCodec | None = None
         self.text_encoder: TextEncoder | None = None
@@ -142,7 +149,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
     @cached_property
     def shape(self) -> BackboneShape:
         """Inputs and sizes of the backbone, from its config."""
-        return backbones.shape_of(self.backbone)
+        return shape_with(backbones.shape_of(self.backbone), self.image_condition, "LatentDiffusion")
 
     @property
     def conditioning(self) -> Conditioning:
@@ -212,8 +219,10 @@ class LatentGenerator(ChecksTypes, LightningModule):
             allowed = "1 for a backbone that takes no conditions"
             check("guidance_scale", self.guidance_scale, allowed, self.guidance_scale == 1.0)
         own = type(self).configure_model is LatentGenerator.configure_model
-        self.network = backbones.build_backbone(self.backbone, own and weights_may_wait(self))
+        self.network = backbones.build_backbone(self.backbone, own and weights_may_wait(self), self.image_condition)
         self._described = backbones.self_contained(self.backbone)
+        if self.image_condition is not None:
+            self._described, self._described_image = without_paths(self._described, self.image_condition, self.shape)
         if self.shape.learned_variance:
             rank_zero_info(
                 f"LatentDiffusion: {self.shape.name} has twice as many output channels as input channels. The second "
@@ -245,12 +254,24 @@ class LatentGenerator(ChecksTypes, LightningModule):
         scaled = x * diffusion.per_sample(self.process.input_scale(t), x)
         return backbones.call_backbone(self.network, scaled, t, known, self.process).float()
 
+    def with_image(
+        self, condition: Condition, batch: dict[str, Any], generator: torch.Generator | None
+    ) -> tuple[Condition, dict[str, Any]]:
+        """Return conditions with the image that the network sees, and the batch with the weights of the loss (mask)."""
+        if self.image_condition is None:
+            return condition, batch
+        image, weights = image_input(batch, self.image_condition, self.codec, self.device, generator)
+        batch = {name: value for name, value in batch.items() if name != "mask"}
+        if weights is not None:
+            batch["mask"] = weights
+        return replace(condition, image=image), batch
+
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Sample one image for the label and caption of each sample in the batch: uint8 [B, C, H, W]."""
         # Every batch of every process gets other noise.
         seed = FIXED_SEED + batch_idx * self.trainer.world_size + data_rank(self.trainer)
         generator = torch.Generator().manual_seed(seed)
-        condition = self.conditioning.of_batch(batch, self.device)
+        condition, batch = self.with_image(self.conditioning.of_batch(batch, self.device), batch, generator)
         size = latent_source.latent_size(batch, self.codec)
         latents = self._sample(condition, latent_source.batch_size(batch), generator, size=size)
         return to_uint8(self._decode(latents))
@@ -369,8 +390,10 @@ class LatentGenerator(ChecksTypes, LightningModule):
         whole = self._described and all(f"network.{name}" in held for name, _ in self.network.named_parameters())  # type: ignore[union-attr]
         if whole and not leaves_base_out(self):  # techniques would remove the base from the checkpoint later
             # With all weights in the checkpoint, loading it does not need the source of the backbone.
-            arguments = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
-            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = arguments | {"backbone": self._described}
+            arguments = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})) | {"backbone": self._described}
+            if self._described_image is not None:
+                arguments["image_condition"] = self._described_image
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = arguments
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = trainer_of(self)

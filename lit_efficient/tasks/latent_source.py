@@ -72,16 +72,22 @@ def with_posterior(batch: dict[str, Any], codec: LatentCodec | None) -> dict[str
             "LatentDiffusion: the batch has images, but there is no autoencoder to encode them: use a data module with "
             "one (LatentData), or set codec to a LatentCodec"
         )
-    with torch.no_grad():
-        # Parts of equal size, because kernels for a single image differ in the last bits of the latents.
-        count = -(-len(batch["images"]) // _IMAGES_AT_ONCE)
-        parts = [codec.encode(images) for images in batch["images"].tensor_split(count)]
-    encoded = {**batch, "mean": torch.cat([part[0] for part in parts])}
-    logvars = [part[1] for part in parts if part[1] is not None]
-    if logvars:
-        encoded["logvar"] = torch.cat(logvars)
-    codec.note_finite(encoded["mean"], encoded.get("logvar"))
+    mean, logvar = encode_images(batch["images"], codec)
+    codec.note_finite(mean, logvar)
+    encoded = {**batch, "mean": mean}
+    if logvar is not None:
+        encoded["logvar"] = logvar
     return encoded
+
+
+@torch.no_grad()
+def encode_images(images: Tensor, codec: LatentCodec) -> tuple[Tensor, Tensor | None]:
+    """Return mean and log variance of the normalised latents of images [B, C, H, W], in parts to bound the memory."""
+    # Parts of equal size, because kernels for a single image differ in the last bits of the latents.
+    count = -(-len(images) // _IMAGES_AT_ONCE)
+    parts = [codec.encode(part) for part in images.tensor_split(count)]
+    logvars = [part[1] for part in parts if part[1] is not None]
+    return torch.cat([part[0] for part in parts]), torch.cat(logvars) if logvars else None
 
 
 def draw_latents(batch: dict[str, Any], generator: torch.Generator | None) -> Tensor:

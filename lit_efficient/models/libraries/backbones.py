@@ -26,6 +26,7 @@ from lit_efficient.files.records import rebuild
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule, as_process
 from lit_efficient.models.libraries import diffusers_backbones
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig, build, build_empty
+from lit_efficient.models.libraries.image_condition import ImageCondition, seeing, shape_with
 from lit_efficient.models.networks.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.models.networks.dit import DiT, DiTConfig
@@ -33,24 +34,26 @@ from lit_efficient.models.networks.dit import DiT, DiTConfig
 BackboneSpec = DiTConfig | DiffusersModelConfig
 
 
-def build_backbone(spec: BackboneSpec, empty: bool = False) -> nn.Module:
+def build_backbone(spec: BackboneSpec, empty: bool = False, image: ImageCondition | None = None) -> nn.Module:
     """Build the network that ``spec`` describes, in training mode. Random weights come from torch's global generator.
 
     Args:
         spec: Description of the network.
         empty: Whether to leave the weights to ``fill_waiting`` of :mod:`lit_efficient.distributed.weight_slices`, where
             the network supports that.
+        image: Image that the network sees beside the noisy latents.
 
     Raises:
         ConfigurationError: For a model that cannot be a backbone, or cannot be built or loaded.
     """
+    shape_with(shape_of(spec), image, "LatentDiffusion")  # refuses models that cannot be a backbone
     if isinstance(spec, DiTConfig):
         if empty:
             return built_empty(lambda: DiT(spec))
         return DiT(spec)
-    shape_of(spec)  # refuses models that cannot be a backbone
-    network = build_empty(spec) if empty else None
-    return diffusers_backbones.prepared(network or build(spec), spec)
+    whole = image is None or image.kind == "sequence"  # other networks are built from the weights
+    network = build_empty(spec) if empty and whole else None
+    return seeing(diffusers_backbones.prepared(network or build(spec), spec), image)
 
 
 def call_backbone(

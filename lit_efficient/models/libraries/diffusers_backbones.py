@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import check_choice, refusal
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig, fields_error, model_class, resolve
+from lit_efficient.models.libraries.image_condition import ControlledUNet
 from lit_efficient.models.networks.backbone_shape import BackboneShape, Sides
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.surgery import moved
@@ -68,7 +69,8 @@ def prepared(network: Network, spec: DiffusersModelConfig) -> nn.Module:
 
 def call(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
     """Return the prediction for noisy latents [B, C, H, W] at timesteps [B], called as in diffusers' pipelines."""
-    name = next(kind.__name__ for kind in type(network).__mro__ if kind.__name__ in _ADAPTERS)
+    core = network.unet if isinstance(network, ControlledUNet) else network
+    name = next(kind.__name__ for kind in type(core).__mro__ if kind.__name__ in _ADAPTERS)
     dtype = next(parameter.dtype for parameter in network.parameters() if parameter.is_floating_point())
     cast = condition.map(lambda part: part.to(dtype) if part.is_floating_point() else part)
     arguments = _ADAPTERS[name].arguments(network, x.to(dtype), timestep, cast)
@@ -126,7 +128,11 @@ def _unet_condition_shape(fields: Fields) -> Arguments:
     if added == "text_time":
         pooled = fields["projection_class_embeddings_input_dim"] - 6 * fields["addition_time_embed_dim"]
     text = width if isinstance(width, int) else width[0]
-    return {"num_classes": _classes(fields), "text_width": text, "pooled_width": pooled}
+    seen = fields["in_channels"] - (fields["out_channels"] or fields["in_channels"])
+    found: Arguments = {"num_classes": _classes(fields), "text_width": text, "pooled_width": pooled}
+    if seen > 0:  # channels of the noisy latents, then those of an image
+        found |= {"channels": fields["out_channels"], "image_channels": seen}
+    return found | {"images": ("controlnet", "inpaint")}
 
 
 def _unet_condition(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
@@ -137,6 +143,10 @@ def _unet_condition(network: Network, x: Tensor, timestep: Tensor, condition: Co
         "encoder_attention_mask": condition.mask,
         "class_labels": condition.labels,
     }
+    if isinstance(network, ControlledUNet):
+        arguments["controlnet_cond"] = condition.image
+    elif condition.image is not None:
+        arguments["sample"] = torch.cat([x, condition.image], dim=1)
     if condition.pooled is not None:  # SDXL
         arguments["added_cond_kwargs"] = {"text_embeds": condition.pooled, "time_ids": _sizes(x, condition)}
     return arguments
@@ -219,18 +229,19 @@ def _flux_shape(fields: Fields) -> Arguments:
         "text_width": fields["joint_attention_dim"],
         "pooled_width": fields["pooled_projection_dim"],
         "masks_text": False,
+        "images": ("sequence",),
     }
 
 
 def _flux(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
     assert condition.text is not None
-    height = x.shape[2] // 2
-    width = x.shape[3] // 2
-    rows = torch.arange(height, device=x.device, dtype=x.dtype)[:, None].expand(height, width)
-    columns = torch.arange(width, device=x.device, dtype=x.dtype).expand(height, width)
-    positions = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(height * width, 3)
+    tokens = _packed(x)
+    positions = _positions(x, 0)
+    if condition.image is not None:  # Kontext
+        tokens = torch.cat([tokens, _packed(condition.image)], dim=1)
+        positions = torch.cat([positions, _positions(condition.image, 1)])
     return {
-        "hidden_states": _packed(x),
+        "hidden_states": tokens,
         "timestep": timestep / 1000.0,
         "encoder_hidden_states": condition.text,
         "pooled_projections": condition.pooled,
@@ -238,6 +249,15 @@ def _flux(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -
         "txt_ids": positions.new_zeros(condition.text.shape[1], 3),
         **_guidance(network, x),
     }
+
+
+def _positions(x: Tensor, image: int) -> Tensor:
+    """Return the positions of the tokens of latents [B, c, h, w]: number of the image, row and column, [h w / 4, 3]."""
+    height = x.shape[2] // 2
+    width = x.shape[3] // 2
+    rows = torch.arange(height, device=x.device, dtype=x.dtype)[:, None].expand(height, width)
+    columns = torch.arange(width, device=x.device, dtype=x.dtype).expand(height, width)
+    return torch.stack([torch.full_like(rows, image), rows, columns], dim=-1).reshape(height * width, 3)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -249,7 +269,8 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def _unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Map Flux's tokens [B, h w / 4, 4 c] to [B, c, h, w]."""
+    """Map the first h w / 4 of Flux's tokens [B, N, 4 c] to [B, c, h, w]. The others are those of a condition."""
+    tokens = tokens[:, : height * width // 4]
     patches = tokens.reshape(len(tokens), height // 2, width // 2, -1, 2, 2)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, height, width)
 
@@ -261,16 +282,18 @@ def _qwen_shape(fields: Fields) -> Arguments:
         "sides": Sides(2),
         "text_width": fields["joint_attention_dim"],
         "keeps_norms": True,
+        "images": ("sequence",),
     }
 
 
 def _qwen(network: Network, x: Tensor, timestep: Tensor, condition: Condition) -> Arguments:
+    images = [x] if condition.image is None else [x, condition.image]
     return {
-        "hidden_states": _packed(x),
+        "hidden_states": torch.cat([_packed(image) for image in images], dim=1),
         "timestep": timestep / 1000.0,
         "encoder_hidden_states": condition.text,
         "encoder_hidden_states_mask": condition.mask,
-        "img_shapes": [[(1, x.shape[2] // 2, x.shape[3] // 2)]] * len(x),
+        "img_shapes": [[(1, image.shape[2] // 2, image.shape[3] // 2) for image in images]] * len(x),
         **_guidance(network, x),
     }
 

@@ -1,9 +1,12 @@
 """Inputs of a diffusion network: the latents that fit it, and the conditions that it needs."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.models.networks.class_token import ClassToken
+
+ImageKind = Literal["controlnet", "inpaint", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class BackboneShape:
     masks_text: bool = True  # whether it takes a mask of text tokens
     keeps_norms: bool = False  # whether guidance keeps the norm of the conditional prediction in each token
     learned_variance: bool = False  # whether a second half of the output channels predicts variances, which are ignored
+    images: tuple[ImageKind, ...] = ()  # kinds of image conditions that it can take
+    image_channels: int = 0  # channels of its input after those of the latents, for an image condition
     # token that it denoises beside the latents
     class_token: ClassToken = ClassToken()  # noqa: RUF009 (frozen)
 

@@ -30,6 +30,9 @@ class Condition:
     # In pixels, [B, 6]: height and width of the original, top and left of the crop, height and width of the result.
     # SDXL keeps sizes in the unconditional pass, so that they are not dropped for guidance.
     sizes: Tensor | None = None
+    # Image that the network sees beside the noisy latents, [B, C, H, W]: pixels in [0, 1], latents, or latents with a
+    # mask. Like sizes, it is not dropped for guidance.
+    image: Tensor | None = None
 
     def dropped(self, hidden: Tensor, null: "Condition") -> "Condition":
         """Return B conditions, where those of samples with ``hidden`` [B] true are replaced by ``null``.
@@ -68,7 +71,7 @@ def _merged(ours: Condition, theirs: Condition, function: Callable[[Tensor, Tens
     for field in fields(Condition):
         mine = getattr(ours, field.name)
         its = getattr(theirs, field.name)
-        if field.name == "sizes":
+        if field.name in ("sizes", "image"):
             its = mine
         if mine is not None and its is not None:
             found[field.name] = function(mine, its)
