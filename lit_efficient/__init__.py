@@ -180,6 +180,7 @@ PUBLIC: dict[str, str] = {
     "DigitImages": "data.digit_images",
     "ImageData": "data.image_data",
     "ImageColumns": "data.images.image_columns",
+    "ImageSet": "data.images.image_set",
     "ImageScores": "data.images.image_judge",
     "ImageSplits": "data.images.image_tables",
     "ImageView": "data.images.image_view",

@@ -159,6 +159,7 @@ from lit_efficient.tasks.latent_diffusion import LatentDiffusion as LatentDiffus
 from lit_efficient.data.digit_images import DigitImages as DigitImages
 from lit_efficient.data.image_data import ImageData as ImageData
 from lit_efficient.data.images.image_columns import ImageColumns as ImageColumns
+from lit_efficient.data.images.image_set import ImageSet as ImageSet
 from lit_efficient.data.images.image_judge import ImageScores as ImageScores
 from lit_efficient.data.images.image_tables import ImageSplits as ImageSplits
 from lit_efficient.data.images.image_view import ImageView as ImageView

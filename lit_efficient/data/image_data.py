@@ -12,7 +12,7 @@ Costs: reading every image once; later starts list the files, compare their size
 
 import hashlib
 import json
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
@@ -22,11 +22,20 @@ from lit_efficient.data.images.aspect_buckets import nearest_shapes
 from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_judge import ImageJudge, ImageScores
 from lit_efficient.data.images.image_module import ImageModule, hold_out
-from lit_efficient.data.images.image_store import StoredImages
+from lit_efficient.data.images.image_set import ALPHA, ImageSet
+from lit_efficient.data.images.image_store import StoredSet, open_set
 from lit_efficient.data.images.image_tables import ImageSplits
 from lit_efficient.data.images.image_view import ImageView
-from lit_efficient.data.images.keyed_images import KeyedImageFiles, classes_of, collected, drop_single_class, repeats_of
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.data.images.keyed_images import (
+    KeyedImageFiles,
+    classes_of,
+    collected,
+    drop_single_class,
+    repeats_of,
+    roles_of,
+    weights_of,
+)
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 
 
 class ImageData(ImageModule):
@@ -35,12 +44,14 @@ class ImageData(ImageModule):
     The labels of a folder are its subfolders, or a column of ``metadata.jsonl`` or ``metadata.csv`` (ImageFolder of
     Hugging Face: ``file_name`` and further columns). Its captions are such a column, or a .txt file beside each image
     (as kohya's scripts write them). Batches are {"images" [B, C, H, W] float32 in [-1, 1], "index" [B], "variant" [B]},
-    and if the data has them "labels" [B] and "captions", a list.
+    and if the data has them "labels" [B] and "captions", a list. Sets may add "loss_weight" [B], "mask" [B, 1, H, W] in
+    [0, 1], and "condition" [B, C, H, W] in [-1, 1].
 
     Args:
         train: Folder of images, or of one folder for each split; folder of ``save_to_disk``, .arrow, .parquet or .tar
-            (WebDataset) files; one such file; or a list of several. ``tiny:photos`` is 15 small photographs, which need
-            no download.
+            (WebDataset) files; one such file; or a list of several, each of which may be an ``ImageSet``, with role,
+            repeats, weight, prompt, masks and conditions. ``tiny:photos`` is 15 small photographs, which need no
+            download.
         val: Images for validation, named in the same way. null: ``val_fraction`` of ``train`` is held out.
         test: Images for the test, named in the same way. null: ``test_fraction`` of ``train`` is held out; if it is 0,
             the test uses the validation images.
@@ -65,9 +76,9 @@ class ImageData(ImageModule):
 
     def __init__(
         self,
-        train: str | list[str],
-        val: str | list[str] | None = None,
-        test: str | list[str] | None = None,
+        train: str | list[str | ImageSet],
+        val: str | list[str | ImageSet] | None = None,
+        test: str | list[str | ImageSet] | None = None,
         splits: ImageSplits = ImageSplits(),  # noqa: B008 (frozen)
         columns: ImageColumns = ImageColumns(),  # noqa: B008 (frozen)
         view: ImageView = ImageView(),  # noqa: B008 (frozen)
@@ -82,7 +93,15 @@ class ImageData(ImageModule):
         pin_memory: bool = True,
         preload: bool = False,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, view.variants, pin_memory)
+        views = [one.view or view for named in (train, val, test) for one in _sets_of(named)] or [view]
+        super().__init__(batch_size, num_workers, seed, max(one.variants for one in views), pin_memory)
+        if len({one.channels for one in views}) > 1:
+            raise refusal("ImageData", "view.channels", "the same for all sets", [one.channels for one in views])
+        for name, named in (("val", val), ("test", test)):
+            if any(one.role == "prior" for one in _sets_of(named)):
+                raise refusal("ImageData", f"{name}.role", "train: class images are for training alone", "prior")
+        if all(one.role == "prior" for one in _sets_of(train)):
+            raise refusal("ImageData", "train", "at least one set with role: train", train)
         check_number("ImageData", "val_fraction", val_fraction, least=0, below=1)
         check_number("ImageData", "test_fraction", test_fraction, least=0, below=1)
         check_number("ImageData", "val_fraction + test_fraction", val_fraction + test_fraction, below=1)
@@ -98,13 +117,15 @@ class ImageData(ImageModule):
         self.test_fraction = test_fraction
         self.cache_dir = cache_dir
         self.preload = preload
-        self._stores: list[StoredImages] = []
+        self.roles: tuple[str, ...] = ()
+        self.loss_weights: np.ndarray | None = None
+        self._sets: list[StoredSet] = []
         self._judge: ImageJudge | None = None
 
     def prepare_data(self) -> None:
         self._open()
-        for store in self._stores:
-            store.log_findings()
+        for one in self._sets:
+            one.images.log_findings()
         self._log_shapes()
         if self.scores.judge is not None:
             # A model that cannot be loaded raises an error now.
@@ -119,14 +140,30 @@ class ImageData(ImageModule):
     def identity(self) -> dict[str, str]:
         """Return all that items depend on, by name. ``data`` and ``annotations`` are hashes of the contents."""
         dataset = self._opened()
-        digests = b"".join(store.digests.tobytes() for store in self._stores)
         annotations = json.dumps([self.class_names, dataset.labels, dataset.captions])
-        return {
-            "data": hashlib.sha256(digests).hexdigest(),
+        found = {
+            "data": self._digest("images"),
             "annotations": hashlib.sha256(annotations.encode()).hexdigest(),
             "split": self._split_digest(),
             **self.view.identity(self.seed),
         }
+        if "mask" in self.roles:
+            found["masks"] = self._digest("masks")
+        if "condition" in self.roles:
+            found["conditions"] = self._digest("conditions")
+        own = [None if one.about.view is None else one.about.view.identity(self.seed) for one in self._sets]
+        if any(own):
+            found["variants"] = str(self.variants)
+            found["views"] = json.dumps(own)
+        return found
+
+    def _digest(self, kind: Literal["images", "masks", "conditions"]) -> str:
+        """Return a hash of the contents of all images, masks or conditions."""
+        parts = []
+        for one in self._sets:
+            store = getattr(one, kind)
+            parts.append([one.about.mask == ALPHA, None if store is None else store.digests.tobytes().hex()])
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
     def judges_samples(self) -> bool:
@@ -146,62 +183,71 @@ class ImageData(ImageModule):
         dataset = self._opened()
         if self._judge is None:
             self._judge = ImageJudge(self.scores.judge, "ImageData")
-            count = min(self.scores.images, len(self.train_index))
+            real = self._real_index
+            count = min(self.scores.images, len(real))
             # Evenly spaced images, because folders are sorted by class.
-            places = np.linspace(0, len(self.train_index) - 1, count).round().astype(int)
-            self._judge.set_real_images(dataset[(self.train_index[place], 0)]["images"] for place in places)
+            places = np.linspace(0, len(real) - 1, count).round().astype(int)
+            self._judge.set_real_images(dataset[(real[place], 0)]["images"] for place in places)
         return self._judge.distances(images)
 
     def _open(self) -> None:
-        if self._stores:
+        if self._sets:
             return
-        stores = {part: self._stores_of(part) for part in ("train", "val", "test")}
-        every = [store for listed in stores.values() for store in listed]
+        sets = {part: self._sets_of_part(part) for part in ("train", "val", "test")}
+        every = [one for listed in sets.values() for one in listed]
         # Over all parts together: with one class in each of train and val there are still two classes.
         drop_single_class(every)
-        labels, self.class_names = classes_of(stores)
+        labels, self.class_names = classes_of(sets)
         captions = collected(every, "captions")
-        sizes = np.concatenate([store.sizes for store in every])
-        offered = self.view.shapes()
-        shapes = [offered[number] for number in nearest_shapes(sizes, offered).tolist()]
+        shapes = []
+        for one in every:
+            offered = (one.about.view or self.view).shapes()
+            shapes += [offered[number] for number in nearest_shapes(one.images.sizes, offered).tolist()]
         self.dataset = KeyedImageFiles(every, shapes, self.view, self.seed, labels, captions)
-        self._split(stores)
+        self._split(sets)
+        self.loss_weights = weights_of(sets["train"], self.train_index)
+        self.roles = roles_of(every, self.loss_weights)
         # Set last, so that after an error everything is opened again.
-        self._stores = every
+        self._sets = every
 
-    def _stores_of(self, part: str) -> list[StoredImages]:
+    def _sets_of_part(self, part: str) -> list[StoredSet]:
         """Open the images of "train", "val" or "test"."""
-        names = getattr(self, part) or []
-        if isinstance(names, str):
-            names = [names]
         split = getattr(self.splits, part)
-        return [StoredImages(name, split, self.columns, self.skip_unreadable, self.cache_dir) for name in names]
+        named = _sets_of(getattr(self, part))
+        return [open_set(one, split, self.columns, self.skip_unreadable, self.cache_dir) for one in named]
 
-    def _split(self, stores: dict[str, list[StoredImages]]) -> None:
+    def _split(self, sets: dict[str, list[StoredSet]]) -> None:
         """Set the indices of the three parts."""
-        digests = [digest.tobytes() for store in stores["train"] for digest in store.digests]
+        digests = [digest.tobytes() for one in sets["train"] for digest in one.images.digests]
+        prior = [one.about.role == "prior" for one in sets["train"] for _ in range(len(one))]
+        own = [index for index, is_prior in enumerate(prior) if not is_prior]
         fractions = [0.0 if self.val else self.val_fraction, 0.0 if self.test else self.test_fraction]
         # Equal images must not be in two parts, so the split is by content.
-        val, test, train = hold_out(digests, self.seed, fractions)
-        val_end = len(digests) + sum(len(store) for store in stores["val"])
-        test_end = val_end + sum(len(store) for store in stores["test"])
-        repeats = repeats_of(stores["train"])
+        own_digests = [digests[index] for index in own]
+        parts = hold_out(own_digests, self.seed, fractions)
+        val, test, train = ([own[place] for place in part] for part in parts)
+        val_end = len(digests) + sum(len(one) for one in sets["val"])
+        test_end = val_end + sum(len(one) for one in sets["test"])
+        repeats = repeats_of(sets["train"])
+        # Class images would be compared with generated images as if they were real.
+        self._real_index = [index for index in train for _ in range(repeats[index])]
+        train = sorted([*train, *(index for index, is_prior in enumerate(prior) if is_prior)])
         self.train_index = [index for index in train for _ in range(repeats[index])]
         self.val_index = list(range(len(digests), val_end)) or val
         self.test_index = list(range(val_end, test_end)) or test or list(self.val_index)
-        needed = [("train", self.train_index)]
+        needed = [("train", self._real_index)]
         if self.val or self.val_fraction:
             needed.append(("validate", self.val_index))
         for use, index in needed:
             if not index:
                 raise ConfigurationError(
-                    f"ImageData: no image is left to {use} on: {len(digests)} images, of which {len(set(digests))} "
+                    f"ImageData: no image is left to {use} on: {len(own)} images, of which {len(set(own_digests))} "
                     "differ, are too few to hold some out. Name other images as val, or set val_fraction: 0."
                 )
 
     def _log_shapes(self) -> None:
         shapes = self._opened().shapes
-        sizes = np.concatenate([store.sizes for store in self._stores])
+        sizes = np.concatenate([one.images.sizes for one in self._sets])
         ratios = np.array(shapes) / sizes
         kept = (ratios.min(axis=1) / ratios.max(axis=1)).mean()
         enlarged = int((ratios.max(axis=1) > 1).sum())
@@ -219,3 +265,9 @@ class ImageData(ImageModule):
         if not isinstance(self.dataset, KeyedImageFiles):
             raise ConfigurationError("ImageData is not set up: call prepare_data() and setup('fit') first.")
         return self.dataset
+
+
+def _sets_of(named: str | list[str | ImageSet] | None) -> list[ImageSet]:
+    """Return the sets that an argument names."""
+    listed = [named] if isinstance(named, str) else named or []
+    return [one if isinstance(one, ImageSet) else ImageSet(one) for one in listed]

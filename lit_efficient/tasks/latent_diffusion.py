@@ -1,6 +1,12 @@
 """Train a diffusion network on latents, with sampling in validation.
 
     x_t = alpha x0 + sigma eps;   loss = mean |network(x_t, t, condition) - target|^2;   target: flow, eps, v, x0 or edm
+    with weights and masks: loss = 1/B sum_i w_i mean_chw(m_i |network(x_t, t, condition) - target|^2)
+
+w is ``loss_weight`` and m is ``mask`` of a batch, 1 where a batch has none. Neither sum is divided by the sum of its
+weights, so accumulated gradients and those of several processes equal the gradients of one large batch. In a batch
+of n images with w = 2 and n class images with w = 2 p, the loss is that of DreamBooth: the mean over the images, plus
+p times the mean over the class images.
 
 Validation computes the same loss with fixed random numbers, over all samples and by ranges of log SNR. Then it samples
 images with guidance, which the data module scores. With a technique that evaluates averaged weights (EMA), ``val/loss``
@@ -52,12 +58,14 @@ from lit_efficient.tasks.loss_by_noise import LossByNoise
 __all__ = ["LatentDiffusion", "LatentSource", "Samples", "to_uint8"]
 
 _WARMUP_STEPS = 100
+_TINY = 1e-12
 
 
 class LatentDiffusion(LatentGenerator):
     """Training of a latent diffusion model with classes, captions, both or neither, depending on the backbone.
 
-    Batches contain latents, their posterior or images, and labels, captions or their embeddings. Autoencoder and text
+    Batches contain latents, their posterior or images, and labels, captions or their embeddings. Optional weights of
+    the samples (``loss_weight``) and of the positions of the latents (``mask``) multiply the loss. Autoencoder and text
     encoder come from the data module. They are not submodules, so ``parameters()`` only contains parameters that train.
     They are stored in the checkpoint, which is enough to sample images. Random weights are drawn on the device of the
     run, so a GPU and a CPU give different weights for one seed.
@@ -146,6 +154,13 @@ class LatentDiffusion(LatentGenerator):
         self._by_noise = LossByNoise()
         self._judged = True
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Optional entries of batches that this task uses."""
+        if self.image_condition is None or self.image_condition.kind == "inpaint":
+            return ("loss_weight", "mask")
+        return ("loss_weight", "mask", "condition")
+
     @builds_no_layers
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -169,7 +184,11 @@ class LatentDiffusion(LatentGenerator):
         if "class_loss" in output:
             output["sample_loss"] = output["sample_loss"] + self.shape.class_token.weight * output.pop("class_loss")
             output["loss"] = output["sample_loss"].mean()
-        self.log("train/loss", output["loss"], prog_bar=logs_in_bar(output["loss"]), batch_size=count)
+        logged = output["loss"]
+        if "loss_weight" in batch:
+            # Weights would show a small batch as a small loss.
+            logged = logged / batch["loss_weight"].float().mean().clamp_min(_TINY).to(logged)
+        self.log("train/loss", logged, prog_bar=logs_in_bar(logged), batch_size=count)
         return output
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -227,7 +246,14 @@ class LatentDiffusion(LatentGenerator):
             output, predicted_token = split_token(output, features)
             target, target_token = split_token(target, features)
             losses["class_loss"] = (predicted_token - target_token).square().mean(dim=1)
-        sample_loss = (output - target).square().flatten(1).mean(dim=1)
+        errors = (output - target).square()
+        if "mask" in batch:
+            errors = errors * latent_source.mask_of(batch, errors)
+        sample_loss = errors.flatten(1).mean(dim=1)
+        if "loss_weight" in batch:
+            weights = latent_source.weights_of(batch, errors)
+            sample_loss = sample_loss * weights
+            losses |= {name: loss * weights for name, loss in losses.items()}
         losses |= {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t}
         return losses | {"log_snr": process.log_snr(t), "predicted": output, "target": target}
 

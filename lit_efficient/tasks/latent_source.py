@@ -4,6 +4,8 @@
             optional labels [B]; optional captions (B strings), or text [B, L, D], text_mask [B, L] and pooled [B, P]
             optional sizes [B, 6] in pixels, for SDXL and PixArt: height and width of the original, top and left of the
             crop, height and width of the encoded image; the default is an uncropped image
+            optional loss_weight [B], and mask [B, 1, h, w] in [0, 1], which weights the loss of each position of the
+            latents; with images it is [B, 1, H, W], and a position gets the mean of its pixels
 
 Images are encoded in the step that uses them. Encoding draws no random numbers, so training on cached posteriors uses
 the same random numbers as training on images.
@@ -14,10 +16,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import CheckpointError, ConfigurationError
+from lit_efficient.errors import CheckpointError, ConfigurationError, refusal
 from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.libraries.text_encoder import TextEncoder
 from lit_efficient.models.networks.autoencoder import sample_posterior
+from lit_efficient.surgery import moved
 
 _IMAGES_AT_ONCE = 32
 _Frozen = TypeVar("_Frozen", LatentCodec, TextEncoder)
@@ -64,7 +67,10 @@ def latent_size(batch: dict[str, Any], codec: LatentCodec | None) -> tuple[int, 
 
 
 def with_posterior(batch: dict[str, Any], codec: LatentCodec | None) -> dict[str, Any]:
-    """Encode the images of a batch, and add the posterior to it. Return batches with latents unchanged."""
+    """Encode the images of a batch, and add the posterior to it. Return batches with latents unchanged.
+
+    A mask of pixels becomes one of latents.
+    """
     if "images" not in batch or "latents" in batch or "mean" in batch:
         return batch
     if codec is None:
@@ -77,6 +83,8 @@ def with_posterior(batch: dict[str, Any], codec: LatentCodec | None) -> dict[str
     encoded = {**batch, "mean": mean}
     if logvar is not None:
         encoded["logvar"] = logvar
+    if "mask" in batch:
+        encoded["mask"] = codec.shrink_mask(batch["mask"])
     return encoded
 
 
@@ -102,6 +110,23 @@ def draw_latents(batch: dict[str, Any], generator: torch.Generator | None) -> Te
     if logvar is not None:
         logvar = logvar.float()
     return sample_posterior(batch["mean"].float(), logvar, generator)
+
+
+def mask_of(batch: dict[str, Any], latents: Tensor) -> Tensor:
+    """Return the mask [B, 1, h, w] of an encoded batch for latents [B, c, h, w], with their type and device."""
+    mask: Tensor = batch["mask"]
+    allowed = [len(latents), 1, *latents.shape[2:]]
+    if list(mask.shape) != allowed:
+        raise refusal("LatentDiffusion", "the shape of mask", f"{allowed}, as the latents are", list(mask.shape))
+    return moved(mask, latents.device).to(latents.dtype)
+
+
+def weights_of(batch: dict[str, Any], latents: Tensor) -> Tensor:
+    """Return the weights [B] of the samples of a batch, with the type and device of the latents [B, c, h, w]."""
+    weights: Tensor = batch["loss_weight"]
+    if list(weights.shape) != [len(latents)]:
+        raise refusal("LatentDiffusion", "the shape of loss_weight", [len(latents)], list(weights.shape))
+    return moved(weights, latents.device).to(latents.dtype)
 
 
 def restored(

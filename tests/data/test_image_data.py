@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -426,27 +427,32 @@ def test_all_images_train_without_a_validation_part(tmp_path):
         data.test_dataloader()
 
 
-def test_images_of_shapes_that_do_not_fill_a_batch_are_reported_with_their_weight(tmp_path, caplog):
+@pytest.mark.parametrize("reads", [True, False])
+def test_shapes_that_do_not_fill_a_batch_are_weighted_or_reported(tmp_path, caplog, reads):
     write(tmp_path, [f"{n}.png" for n in range(11)])
     data = opened(tmp_path, {"buckets": AspectBuckets(8, 2.0)}, val_fraction=0, batch_size=6)
+    module = nn.Module()
+    module.reads = ("loss_weight",) if reads else ()
+    data.trainer = SimpleNamespace(lightning_module=module, strategy=SimpleNamespace(root_device=torch.device("cpu")))
     caplog.set_level("INFO")
     loader = data.train_dataloader()
-    said = caplog.messages[-1]
-    # Each image of a batch of n counts 1/n, of a full batch 1/6.
+    # Each image of a batch of n counts 1/n times its weight, of a full batch 1/6.
     weights = {index: [] for index in data.train_index}
     for epoch in range(60):
         loader.sampler.set_epoch(epoch)
         for batch in loader:
-            for index in batch["index"].tolist():
-                weights[index].append(6 / len(batch["index"]))
+            count = len(batch["index"])
+            for index, weight in zip(batch["index"].tolist(), batch.get("loss_weight", torch.ones(count)).tolist()):
+                weights[index].append(weight * 6 / count)
     of_shape = {}
     for index, found in weights.items():
         of_shape.setdefault(data.bucket_of(index), []).append(np.mean(found))
     means = {shape: np.mean(found) for shape, found in of_shape.items()}
+    if reads:
+        assert means == pytest.approx(dict.fromkeys(means, 1.0))
+        assert "its loss is a mean" not in caplog.text
+        return
     shape = max(means, key=means.get)
     heavy = sum(len(of_shape[each]) for each in means if means[each] > 1.499)
-    assert f"{heavy} of 11 images count up to {means[shape]:.1f} times" in said
-    assert f"(such as {shape} with {len(of_shape[shape])})" in said
-    caplog.clear()
-    opened(tmp_path, {"buckets": AspectBuckets(8, 2.0)}, val_fraction=0, batch_size=1).train_dataloader()
-    assert "its loss is a mean" not in caplog.text
+    assert f"{heavy} of 11 images count up to {means[shape]:.1f} times" in caplog.messages[-1]
+    assert f"(such as {shape} with {len(of_shape[shape])})" in caplog.messages[-1]

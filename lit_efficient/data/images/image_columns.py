@@ -30,8 +30,8 @@ class ImageColumns:
         caption: Column of the captions. ``auto``: the column with a usual name, or the .txt files. null: no captions.
         subfolders: Meaning of the subfolders of a folder of images. ``classes``: their names are labels. ``repeats``:
             they are named ``10_cat`` as for kohya's scripts: an epoch shows each image 10 times, ``cat`` is the
-            caption of images without a .txt file, and there are no labels. ``auto``: classes, and an error if all
-            names could be meant in the other way.
+            caption of images without a .txt file, and there are no labels. ``auto``: repeats if all names are like
+            that (``0_cat`` and ``01_cat`` are not), else classes.
     """
 
     image: str = AUTO

@@ -3,9 +3,12 @@
     <class>/<image>                   labels, if all images are in subfolders
     metadata.jsonl or metadata.csv    ImageFolder of Hugging Face: file_name (relative to its folder) and columns
     <image>.txt or <image>.caption    captions, as kohya's scripts write them
-    10_<concept>/<image>              with ``subfolders: repeats``, as for kohya's scripts
+    10_<concept>/<image>              repeats, as for kohya's scripts
 
 A single subfolder, over all folders that are used together, is not a class.
+
+    <image>-masklabel.png             masks of an `ImageSet`, as for OneTrainer; or in a folder of their own
+    <image>-condlabel.png             its conditions
 """
 
 import csv
@@ -15,7 +18,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lit_efficient.data.images.image_columns import (
     AUTO,
@@ -25,53 +27,34 @@ from lit_efficient.data.images.image_columns import (
     check_label,
     chosen_column,
 )
+from lit_efficient.data.images.image_set import ImageSet
 from lit_efficient.errors import ConfigurationError, listed
 
 _CAPTION_SUFFIXES = (".txt", ".caption")
 _REPEATED = re.compile(r"(\d+)_(.*\S.*)")
+_SURELY_REPEATED = re.compile(r"[1-9]\d*_.*\S.*")  # 0_cat and 01_cat are numbers of classes
+ENDINGS = {"masklabel": "mask", "condlabel": "condition"}
+"""Endings of the names of files beside the images, and what the files are."""
 _METADATA = ("metadata.jsonl", "metadata.csv")
 
 
-class FolderTable:
-    """Table of the image files in a folder; an `ImageTable`.
+class FileTable:
+    """Table of files; an `ImageTable` without labels and captions.
 
     Args:
-        root: The folder.
-        images: Its image files.
-        columns: Names of the columns of metadata.
-        above: Folder of all splits, whose metadata file may list the images, too.
-        others: Images of other splits that such a file may list.
+        root: Folder of the files.
+        files: The files.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        images: list[Path],
-        columns: ImageColumns,
-        above: Path | None = None,
-        others: Sequence[Path] = (),
-    ) -> None:
+    def __init__(self, root: Path, files: Sequence[Path]) -> None:
         self.name = root.name
         self.image = ""
         self.labels: list[Label] | None = None
         self.label_names: list[str] | None = None
-        self.by_subfolder = False
         self.captions: list[str] | None = None
-        self.repeats: list[int] | None = None
-        self._root = root
-        self.files = sorted(images, key=Path.as_posix)
-        metadata: list[Path] = []
-        for folder in {root, *(image.parent for image in images)}:
-            metadata += _metadata_of(folder)
-        if above is not None:
-            metadata += _metadata_of(above)
-        if metadata:
-            notes = [self._read_metadata(sorted(metadata), columns, others)]
-        else:
-            notes = self._read_names(columns)
-        if columns.subfolders == "repeats":
-            notes.append(self._read_repeats())
-        self.note = ", ".join([f"{root}: {len(self)} images", *notes])
+        self.root = root
+        self.files = list(files)
+        self.note = f"{root}: {len(files)} images"
 
     def __len__(self) -> int:
         return len(self.files)
@@ -86,6 +69,45 @@ class FolderTable:
             return self.files[row].read_bytes()
         except OSError as error:
             raise ConfigurationError(f"ImageData: {self.files[row]} cannot be read: {error}.") from error
+
+
+class FolderTable(FileTable):
+    """Table of the image files in a folder, with labels and captions.
+
+    Args:
+        root: The folder.
+        images: Its image files.
+        columns: Names of the columns of metadata.
+        about: The set to which the folder belongs.
+        above: Folder of all splits, whose metadata file may list the images, too.
+        others: Images of other splits that such a file may list.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        images: list[Path],
+        columns: ImageColumns,
+        about: ImageSet,
+        above: Path | None = None,
+        others: Sequence[Path] = (),
+    ) -> None:
+        super().__init__(root, sorted(images, key=Path.as_posix))
+        self.by_subfolder = False
+        self.repeats: list[int] | None = None
+        self._about = about
+        metadata: list[Path] = []
+        for folder in {root, *(image.parent for image in images)}:
+            metadata += _metadata_of(folder)
+        if above is not None:
+            metadata += _metadata_of(above)
+        if metadata:
+            notes = [self._read_metadata(sorted(metadata), columns, others)]
+        else:
+            notes = self._read_names(columns)
+        if self._names_repeats(columns):
+            notes.append(self._read_repeats(columns))
+        self.note = ", ".join([f"{root}: {len(self)} images", *notes])
 
     def _read_metadata(self, metadata: list[Path], columns: ImageColumns, others: Sequence[Path]) -> str:
         """Take labels and captions from metadata files, and leave out images that they do not list. Return a note."""
@@ -135,9 +157,7 @@ class FolderTable:
                 raise ConfigurationError(f"ImageData: {place}: the image {named!r} is listed twice. Remove one line.")
             listed[here[name]] = place, row
         if not listed:
-            raise ConfigurationError(
-                f"ImageData: {where} lists no image of {self._root}. Check the paths in file_name."
-            )
+            raise ConfigurationError(f"ImageData: {where} lists no image of {self.root}. Check the paths in file_name.")
         return listed, list(columns)
 
     def _read_names(self, columns: ImageColumns) -> list[str]:
@@ -146,41 +166,92 @@ class FolderTable:
             wanted = getattr(columns, kind)
             if wanted not in (None, AUTO):
                 raise ConfigurationError(
-                    f"ImageData: columns.{kind} is {wanted!r}, but {self._root} holds no metadata.jsonl or "
+                    f"ImageData: columns.{kind} is {wanted!r}, but {self.root} holds no metadata.jsonl or "
                     "metadata.csv with columns."
                 )
         notes: list[str] = []
-        inside = [path.parts[len(self._root.parts) :] for path in self.files]
-        if columns.subfolders == "repeats":
+        inside = [path.parts[len(self.root.parts) :] for path in self.files]
+        if self._names_repeats(columns):
             if columns.caption is not None:
-                concepts = [_repeated(parts[0])[1] for parts in inside]
-                found = _caption_files(self.files, concepts)
-                self.captions = [text if isinstance(text, str) else _one_line(text) for text in found]
+                concepts = [self._about.prompt or _repeated(parts[0])[1] for parts in inside]
+                self.captions = [_text(found) for found in self._caption_files(concepts)]
             return notes
         if columns.label is not None and all(len(parts) > 1 for parts in inside):
             names = {parts[0] for parts in inside}
-            if columns.subfolders == "auto" and len(names) > 1 and all(map(_REPEATED.fullmatch, names)):
-                raise ConfigurationError(
-                    f"ImageData: the subfolders of {self._root} ({listed(sorted(names), 3)}) may be classes, or "
-                    "repeats and concepts as for kohya's scripts. Set columns.subfolders to classes or to repeats."
-                )
             self.labels = [parts[0] for parts in inside]
             self.by_subfolder = True
             count = len(names)
             notes.append(f"labels: its {count} subfolders" if count > 1 else "one subfolder")
         if columns.caption is not None:
-            files = _caption_files(self.files)
-            if files:
-                self.captions = [_one_line(file) for file in files]
-                notes.append(f"captions: the {files[0].suffix} files beside them")
+            defaults = [] if self._about.prompt is None else [self._about.prompt] * len(self)
+            captions = self._caption_files(defaults)
+            if captions:
+                self.captions = [_text(found) for found in captions]
+                notes.append(self._note_of(captions))
         return notes
 
-    def _read_repeats(self) -> str:
+    def _note_of(self, captions: Sequence[Path | str]) -> str:
+        """Return a note on where captions come from."""
+        files = [found for found in captions if isinstance(found, Path)]
+        if not files:
+            return f"captions: {self._about.prompt!r}"
+        note = (
+            f"captions: the {files[0].suffix} files {'beside them' if self._about.captions is None else 'of captions'}"
+        )
+        if len(files) < len(captions):
+            note += f", and {self._about.prompt!r} for {len(captions) - len(files)} images"
+        return note
+
+    def _caption_files(self, defaults: Sequence[str]) -> list[Path | str]:
+        """Return the caption file of each image, or its default; nothing if there are neither.
+
+        Raises:
+            ConfigurationError: If some images have a caption file, and others have neither.
+        """
+        folder = self._about.captions
+        wanted = list(self.files)
+        if folder is not None:
+            if not Path(folder).expanduser().is_dir():
+                raise ConfigurationError(f"ImageData: captions is {folder!r}, which is no folder.")
+            wanted = [Path(folder).expanduser() / image.relative_to(self.root) for image in self.files]
+        # Each folder is listed once, because a look at every possible file is slow on network disks.
+        names_in = {where: set(os.listdir(where)) for where in {image.parent for image in wanted} if where.is_dir()}
+        found: list[Path | str] = []
+        missing = []
+        for number, image in enumerate(wanted):
+            names = names_in.get(image.parent, set())
+            beside = [image.with_suffix(suffix) for suffix in _CAPTION_SUFFIXES if image.stem + suffix in names]
+            files = [file for file in beside if file.is_file()]
+            if files:
+                found.append(files[0])
+            elif defaults:
+                found.append(defaults[number])
+            else:
+                missing.append(image)
+        if (found or folder is not None) and missing:
+            where = "beside them" if folder is None else f"in {folder}"
+            raise ConfigurationError(
+                f"ImageData: {len(missing)} of {len(self)} images have no caption {where}, the first is {missing[0]}. "
+                "Write them (an empty file is an empty caption), give the set a prompt, or set columns.caption: null."
+            )
+        return found
+
+    def _names_repeats(self, columns: ImageColumns) -> bool:
+        """Return whether the names of the subfolders are repeats and concepts."""
+        if columns.subfolders == "auto":
+            inside = [path.relative_to(self.root).parts for path in self.files]
+            return all(len(parts) > 1 and _SURELY_REPEATED.fullmatch(parts[0]) for parts in inside)
+        return columns.subfolders == "repeats"
+
+    def _read_repeats(self, columns: ImageColumns) -> str:
         """Take the repeats of each image from the name of its subfolder. Return a note for the log."""
-        found = [_repeated(path.parts[len(self._root.parts)]) for path in self.files]
+        found = [_repeated(path.parts[len(self.root.parts)]) for path in self.files]
         self.repeats = [number for number, _ in found]
         times = [f"{number} times {concept}" for number, concept in sorted(set(found))]
-        return f"an epoch shows the images {listed(times, 8)}"
+        note = f"an epoch shows the images {listed(times, 8)}"
+        if columns.subfolders == "auto":
+            note += " (columns.subfolders: classes reads the names of the subfolders as labels)"
+        return note
 
 
 def _repeated(name: str) -> tuple[int, str]:
@@ -235,28 +306,54 @@ def _one_line(file: Path) -> str:
     return " ".join(_text_of(file).split())
 
 
-def _caption_files(images: Sequence[Path], concepts: Sequence[str] = ()) -> list[Any]:
-    """Return the caption file beside each image, or the image's concept; nothing if there are neither.
+def _text(caption: Path | str) -> str:
+    return caption if isinstance(caption, str) else _one_line(caption)
+
+
+def companions(table: FolderTable, kind: str, named: str, suffixes: Sequence[str]) -> FileTable:
+    """Return the mask or the condition of each image.
+
+    Args:
+        table: The images.
+        kind: ``mask`` or ``condition``, for errors.
+        named: Folder, or ending of the files beside the images: ``masklabel`` or ``condlabel``.
+        suffixes: Suffixes of images.
 
     Raises:
-        ConfigurationError: If some images have a caption file and others have none.
+        ConfigurationError: If there is no such folder, or an image has none or several.
     """
-    # Each folder is listed once, because a look at every possible file is slow on network disks.
-    names_in = {folder: set(os.listdir(folder)) for folder in {image.parent for image in images}}
-    found: list[Path | str] = []
+    beside = named in ENDINGS
+    folder = table.root if beside else Path(named).expanduser()
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"ImageData: {kind} is {named!r}, which is no folder (looked for {folder.absolute()}), nor "
+            f"{' or '.join(ENDINGS)}."
+        )
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.rglob("*")):
+        if file.suffix.lower() in suffixes:
+            found.setdefault(file.relative_to(folder).with_suffix("").as_posix(), []).append(file)
+    files = []
     missing = []
-    for number, image in enumerate(images):
-        beside = [image.with_suffix(s) for s in _CAPTION_SUFFIXES if image.stem + s in names_in[image.parent]]
-        files = [file for file in beside if file.is_file()]
-        if files:
-            found.append(files[0])
-        elif concepts:
-            found.append(concepts[number])
+    for image in table.files:
+        name = image.relative_to(table.root).with_suffix("").as_posix()
+        fitting = found.get(f"{name}-{named}" if beside else name, [])
+        if len(fitting) > 1:
+            raise ConfigurationError(
+                f"ImageData: {image} has several files as its {kind}: {listed(list(map(str, fitting)))}."
+            )
+        if fitting:
+            files.append(fitting[0])
         else:
             missing.append(image)
-    if found and missing:
+    if missing:
         raise ConfigurationError(
-            f"ImageData: {len(missing)} of {len(images)} images have no caption beside them, the first is {missing[0]}."
-            " Write them (an empty file is an empty caption), or set columns.caption: null."
+            f"ImageData: {len(missing)} of {len(table)} images have no {kind} in {folder}, the first is {missing[0]}. "
+            f"Add them under the names of the images, or set {kind}: null."
         )
-    return found
+    return FileTable(folder, files)
+
+
+def is_label(file: Path) -> bool:
+    """Return whether a file is a mask or a condition beside an image, by its name."""
+    return file.stem.endswith(tuple(f"-{ending}" for ending in ENDINGS))

@@ -1,7 +1,7 @@
 """Base classes of DataModules of images: keyed loaders over three parts of one data set."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader, no_loaders
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.mechanisms.preloaded import Preloaded
+
+ROLES = ("loss_weight", "mask", "condition")
+"""Optional entries of batches that weight the loss or condition the network."""
 
 
 class NoImages:
@@ -72,6 +75,10 @@ class KeyedModule(ChecksTypes, LightningDataModule):
             items = self._kept
             variants = source.variants if training else 1
             items.add([(i, variant) for i in index for variant in range(variants)])
+        weights = getattr(source, "loss_weights", None) if training else None
+        reads = reads_of(self.trainer)
+        if training:
+            refuse_unread(getattr(source, "roles", ()), self.trainer)
         loader = module_loader(
             self.trainer,
             items,
@@ -84,11 +91,40 @@ class KeyedModule(ChecksTypes, LightningDataModule):
             seed=source.seed,
             num_workers=source.num_workers,
             pin_memory=getattr(source, "pin_memory", True),
+            weighted=training and "loss_weight" in reads,
+            weights=weights,
         )
         uneven = loader.sampler.uneven_weights() if training else None  # type: ignore[attr-defined]
         if uneven:
             rank_zero_info(f"{type(source).__name__}: {uneven}")
         return loader
+
+
+def reads_of(trainer: Any) -> Sequence[str]:
+    """Return the optional entries of batches that the task reads, ``loss_weight``, ``mask`` and ``condition``.
+
+    Without a trainer, as for ``preview``, these are all.
+    """
+    module = getattr(trainer, "lightning_module", None)
+    if module is None:
+        return ROLES
+    return tuple(getattr(module, "reads", ()))
+
+
+def refuse_unread(roles: Iterable[str], trainer: Any) -> None:
+    """Refuse data with optional entries that a task of this package would ignore.
+
+    Raises:
+        ConfigurationError: Naming the entries.
+    """
+    module = getattr(trainer, "lightning_module", None)
+    unread = sorted(set(roles) - set(reads_of(trainer)))
+    # Modules of other packages do not declare what they read.
+    if unread and hasattr(module, "trains_on"):
+        raise ConfigurationError(
+            f"ImageData: batches have {' and '.join(unread)}, which {type(module).__name__} does not use. Leave the "
+            "masks, conditions, weights or class images of the sets out."
+        )
 
 
 class ImageModule(KeyedModule):

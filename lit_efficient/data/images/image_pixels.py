@@ -71,6 +71,28 @@ def decode(content: bytes, channels: Channels = "rgb") -> Image:
     return upright.convert(_MODES[channels])
 
 
+def decode_alpha(content: bytes) -> Image:
+    """Return the opacity of an encoded image, upright, from 0 to 255.
+
+    Raises:
+        UnreadableImage: If the bytes are no such image.
+    """
+    from PIL import Image as Images
+    from PIL import ImageOps
+
+    image = _opened(content)
+    _trying(image.load)
+    upright = ImageOps.exif_transpose(image)
+    if upright.has_transparency_data:
+        return upright.convert("RGBA").getchannel("A")
+    return Images.new("L", upright.size, 255)
+
+
+def has_alpha(content: bytes) -> bool:
+    """Return whether an encoded image declares transparent pixels."""
+    return bool(_opened(content).has_transparency_data)
+
+
 def upright_size(content: bytes, thorough: bool = False) -> tuple[int, int]:
     """Return height and width as of the image that `decode` gives, and check that the bytes look complete.
 
@@ -103,7 +125,9 @@ def crop_place(seed: int, index: int, variant: int) -> tuple[float, float]:
     return draw.random(), draw.random()
 
 
-def cover(image: Image, height: int, width: int, place: tuple[float, float], resample: Resample) -> Image:
+def cover(
+    image: Image, height: int, width: int, place: tuple[float, float], resample: Resample | Literal["box"]
+) -> Image:
     """Crop an image at a place of `crop_place` to the aspect ratio of (height, width), and resample it in one step.
 
     Resampling uses antialiasing.

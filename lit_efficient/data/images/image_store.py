@@ -10,16 +10,18 @@ Costs: reading every image once; of parquet files a second copy of the images on
 """
 
 import hashlib
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_efficient.data.images.image_columns import ImageColumns
-from lit_efficient.data.images.image_pixels import UnreadableImage, upright_size
-from lit_efficient.data.images.image_tables import ImageTable, open_table
+from lit_efficient.data.images.image_pixels import UnreadableImage, has_alpha, upright_size
+from lit_efficient.data.images.image_set import ALPHA, ImageSet
+from lit_efficient.data.images.image_tables import ImageTable, open_companions, open_table
 from lit_efficient.data.images.tiny_photos import local_images
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import cache_folder, prepared_folder, read_manifest, seal
@@ -35,23 +37,18 @@ class StoredImages:
     """Readable images of a table (see `open_table`), by number.
 
     Args:
-        name: Folder or file of the table.
-        split: Split to read, if there are several.
-        columns: Names of the columns.
+        table: The table.
+        root: Folder or file of the table.
         skip_unreadable: Decode all images once, and leave out those that cannot be decoded. Otherwise an image that is
             found to be damaged raises an error.
         cache_dir: Folder of the cache.
 
     Raises:
-        ConfigurationError: If there is no such table, or an image of it cannot be read.
+        ConfigurationError: If an image cannot be read.
     """
 
-    def __init__(
-        self, name: str, split: str, columns: ImageColumns, skip_unreadable: bool, cache_dir: str | None
-    ) -> None:
-        name = local_images(name, cache_dir)
-        self.table: ImageTable = open_table(name, split, columns, cache_dir)
-        root = Path(name).expanduser()
+    def __init__(self, table: ImageTable, root: Path, skip_unreadable: bool, cache_dir: str | None) -> None:
+        self.table = table
         # Names are part of the key because they decide the order. A relative name lets the folder be moved.
         names = [file.relative_to(root).as_posix() if root in file.parents else file.name for file in self.table.files]
         content = hash_files(root, self.table.files, cache_dir)
@@ -98,6 +95,81 @@ class StoredImages:
         rank_zero_info(f"ImageData: {self.table.note}")
         if self.unreadable:
             rank_zero_warn(f"ImageData: left out {_listed(self.table, self.unreadable)}")
+
+
+@dataclass
+class StoredSet:
+    """Images of a set, with their masks and conditions."""
+
+    about: ImageSet
+    images: StoredImages
+    masks: StoredImages | None = None
+    conditions: StoredImages | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def stores(self) -> list[StoredImages]:
+        """All images, masks and conditions."""
+        return [store for store in (self.images, self.masks, self.conditions) if store is not None]
+
+    def companion(self, kind: Literal["masks", "conditions"], number: int) -> tuple[bytes, str]:
+        """Return the encoded mask or condition of an image, and its place."""
+        store: StoredImages = getattr(self, kind)
+        row = int(self.images.rows[number])
+        return store.read(row), store.place(row)
+
+
+def open_set(
+    about: ImageSet, split: str, columns: ImageColumns, skip_unreadable: bool, cache_dir: str | None
+) -> StoredSet:
+    """Open the images of a set, and their masks and conditions.
+
+    Args:
+        about: The set.
+        split: Split to read, if there are several.
+        columns: Names of the columns.
+        skip_unreadable: Leave out images that cannot be decoded, see `StoredImages`.
+        cache_dir: Folder of the cache.
+
+    Raises:
+        ConfigurationError: If there are no such images, or one cannot be read or does not fit.
+    """
+    about = replace(about, images=local_images(about.images, cache_dir))
+    root = Path(about.images).expanduser()
+    table = open_table(about, split, columns, cache_dir)
+    found = StoredSet(about, StoredImages(table, root, skip_unreadable, cache_dir))
+    for kind, named in (("mask", about.mask), ("condition", about.condition)):
+        if named is None or (kind, named) == ("mask", ALPHA):
+            continue
+        beside = open_companions(table, kind, named, about, split, columns, cache_dir)
+        folder = getattr(beside, "root", root)
+        stored = StoredImages(beside, folder, False, cache_dir)
+        _check_sizes(found.images, stored, kind)
+        setattr(found, f"{kind}s", stored)
+    if about.mask == ALPHA and not any(has_alpha(found.images.read(number)) for number in range(len(found))):
+        raise ConfigurationError(
+            f"ImageData: mask is alpha, but no image of {about.images} has transparent pixels. Set mask: null."
+        )
+    return found
+
+
+def _check_sizes(images: StoredImages, beside: StoredImages, kind: str) -> None:
+    """Refuse masks and conditions of another aspect ratio than their images: crops would not fit."""
+    sizes = images.sizes.astype(float)
+    found = beside.sizes[images.rows].astype(float)
+    scale = found.max(axis=1) / sizes.max(axis=1)
+    # A smaller copy of an image has rounded sides.
+    wrong = np.flatnonzero(np.abs(found - sizes * scale[:, None]).max(axis=1) > 1)
+    if len(wrong):
+        number = int(wrong[0])
+        height, width = images.sizes[number]
+        has = " x ".join(map(str, beside.sizes[images.rows[number]]))
+        raise ConfigurationError(
+            f"ImageData: the {kind} {beside.place(int(images.rows[number]))} has {has} pixels, which is another aspect "
+            f"ratio than that of its image ({height} x {width}), as in {len(wrong)} of {len(sizes)} cases."
+        )
 
 
 def _examine(folder: Path, table: ImageTable, skip: bool) -> None:

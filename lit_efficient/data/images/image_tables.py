@@ -6,13 +6,14 @@ The order of the rows depends on names alone.
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from lit_efficient.data.images.image_columns import ImageColumns, Label
-from lit_efficient.data.images.image_folder import FolderTable
+from lit_efficient.data.images.image_folder import ENDINGS, FolderTable, companions, is_label
 from lit_efficient.data.images.image_rows import SavedTable
+from lit_efficient.data.images.image_set import ImageSet
 from lit_efficient.errors import ConfigurationError, checks_types
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
@@ -64,11 +65,11 @@ class ImageTable(Protocol):
         """Return an encoded image."""
 
 
-def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | None = None) -> ImageTable:
-    """Open the table that a name in a config stands for.
+def open_table(about: ImageSet, split: str, columns: ImageColumns, cache_dir: str | None = None) -> ImageTable:
+    """Open the table of the images of a set.
 
     Args:
-        name: Folder or file.
+        about: The set. Its images are a folder or a file.
         split: Split to read, if there are several.
         columns: Names of the columns.
         cache_dir: Folder for the copy of parquet files.
@@ -76,6 +77,7 @@ def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | No
     Raises:
         ConfigurationError: If there is no such table, it is empty, or a column is missing.
     """
+    name = about.images
     path = Path(name).expanduser()
     if path.is_file() and path.suffix in (".parquet", ".arrow", ".tar"):
         return SavedTable(path, split, columns, [path], cache_dir)
@@ -88,7 +90,7 @@ def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | No
     # These folders also hold .arrow files, so they must be recognised first.
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return SavedTable(path, split, columns)
-    files = _files_in(path)
+    files = [file for file in _files_in(path) if not _belongs_to_set(file, about)]
     found = {"images": [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]}
     for suffix in (".parquet", ".arrow", ".tar"):
         found[suffix] = [file for file in files if file.suffix == suffix]
@@ -101,16 +103,62 @@ def open_table(name: str, split: str, columns: ImageColumns, cache_dir: str | No
     if len(kinds) > 1:
         raise ConfigurationError(f"ImageData: the folder {name} holds {' and '.join(kinds)}. Name one kind of files.")
     if kinds[0] == "images":
-        return _open_images(path, found["images"], split, columns)
+        return _open_images(path, _without_labels(found["images"], about), split, columns, about)
     return SavedTable(path, split, columns, _of_split(path, found[kinds[0]], split), cache_dir)
 
 
-def _open_images(path: Path, images: list[Path], split: str, columns: ImageColumns) -> FolderTable:
+def open_companions(
+    table: ImageTable, kind: str, named: str, about: ImageSet, split: str, columns: ImageColumns, cache_dir: str | None
+) -> ImageTable:
+    """Open the masks or the conditions of the images of a table, in their order.
+
+    Args:
+        table: The images.
+        kind: ``mask`` or ``condition``.
+        named: Where they are, as the set says.
+        about: The set.
+        split: Split of the table.
+        columns: Columns of the table.
+        cache_dir: Folder for the copy of parquet files.
+
+    Raises:
+        ConfigurationError: If an image has none.
+    """
+    if isinstance(table, FolderTable):
+        return companions(table, kind, named, IMAGE_SUFFIXES)
+    return open_table(about, split, replace(columns, image=named, label=None, caption=None), cache_dir)
+
+
+def _belongs_to_set(file: Path, about: ImageSet) -> bool:
+    """Return whether a file is in the folder of the masks, conditions or captions of a set."""
+    named = [Path(name).expanduser() for name in (about.mask, about.condition, about.captions) if name is not None]
+    root = Path(about.images).expanduser()
+    return any(folder != root and folder in file.parents for folder in named)
+
+
+def _without_labels(images: list[Path], about: ImageSet) -> list[Path]:
+    """Return images without the masks and conditions beside them.
+
+    Raises:
+        ConfigurationError: If the set does not say what these are for.
+    """
+    kept = [image for image in images if not is_label(image)]
+    for ending, kind in ENDINGS.items():
+        beside = [image for image in images if image.stem.endswith(f"-{ending}")]
+        if kept and beside and getattr(about, kind) != ending:
+            raise ConfigurationError(
+                f"ImageData: {about.images} holds {len(beside)} files like {beside[0].name}, which would be trained on "
+                f"as images. Name the folder as a set, {{images: {about.images}, {kind}: {ending}}}, or move them."
+            )
+    return kept or images
+
+
+def _open_images(path: Path, images: list[Path], split: str, columns: ImageColumns, about: ImageSet) -> FolderTable:
     """Return the table of a folder, or of one of its subfolders if their names are those of splits."""
     # Folders named train/ and validation/ are splits and no classes.
     top = sorted({image.parts[len(path.parts)] for image in images})
     if not all(_split_of(name) for name in top):
-        return FolderTable(path, images, columns)
+        return FolderTable(path, images, columns, about)
     chosen = [name for name in top if _split_of(name) == (_split_of(split) or split)]
     if len(chosen) != 1:
         raise ConfigurationError(
@@ -119,7 +167,7 @@ def _open_images(path: Path, images: list[Path], split: str, columns: ImageColum
     folder = path / chosen[0]
     own = [image for image in images if folder in image.parents]
     others = [image for image in images if folder not in image.parents]
-    return FolderTable(folder, own, columns, path, others)
+    return FolderTable(folder, own, columns, about, path, others)
 
 
 def _files_in(folder: Path) -> list[Path]:

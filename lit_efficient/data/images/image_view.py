@@ -15,6 +15,7 @@ from lit_efficient.data.images.image_pixels import (
     covering,
     crop_place,
     decode,
+    decode_alpha,
     to_tensor,
 )
 from lit_efficient.errors import check_choice, check_number, checks_types, refusal
@@ -87,6 +88,15 @@ class ImageView:
         """
         image = cover(decode(content, self.channels), *shape, self._place(key, seed), self.resample)
         return to_tensor(image, flip=self._flips(key))
+
+    def look_mask(self, content: bytes, shape: Shape, key: Key, seed: int, alpha: bool = False) -> Tensor:
+        """Return a mask [1, height, width] in [0, 1], with the crop and the flip of :meth:`look`.
+
+        ``alpha`` takes the opacity of an image. Otherwise white is 1.
+        """
+        mask = decode_alpha(content) if alpha else decode(content, "grey")
+        # The kernel of the images would overshoot at the edges of the mask.
+        return (to_tensor(cover(mask, *shape, self._place(key, seed), "box"), flip=self._flips(key)) + 1.0) / 2.0
 
     def sizes(self, size: Shape, shape: Shape, key: Key, seed: int) -> Tensor:
         """Return the size conditioning of SDXL: original size, top and left of the crop, size of the crop, [6] int64.

@@ -1,27 +1,30 @@
-"""Images of several stores as one data set, with common classes and captions."""
+"""Images of several sets as one data set, with common classes and captions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lit_efficient.data.images.aspect_buckets import Shape
 from lit_efficient.data.images.image_columns import Label
 from lit_efficient.data.images.image_folder import FolderTable
 from lit_efficient.data.images.image_pixels import UnreadableImage
-from lit_efficient.data.images.image_store import StoredImages
+from lit_efficient.data.images.image_set import ALPHA
+from lit_efficient.data.images.image_store import StoredSet
 from lit_efficient.data.images.image_view import ImageView
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
 
 
 class KeyedImageFiles:
-    """Images of several stores, one store after the other, found by (index, variant).
+    """Images of several sets, one set after the other, found by (index, variant).
 
     Args:
-        stores: The stores.
+        sets: The sets.
         shapes: Height and width of each image as an item.
-        view: Crops and flips.
+        view: Crops and flips of sets that have none of their own.
         seed: Seed of random crops.
         labels: Number of the class of each image, or None.
         captions: Caption of each image, or None.
@@ -29,113 +32,191 @@ class KeyedImageFiles:
 
     def __init__(
         self,
-        stores: Sequence[StoredImages],
+        sets: Sequence[StoredSet],
         shapes: Sequence[Shape],
         view: ImageView,
         seed: int,
         labels: Sequence[int] | None,
         captions: Sequence[str] | None,
     ) -> None:
-        self.stores = list(stores)
+        self.sets = list(sets)
         self.shapes = shapes
-        self.view = view
+        self.views = [one.about.view or view for one in sets]
+        self.variants = max(view.variants for view in self.views)
         self.seed = seed
         self.labels = labels
         self.captions = captions
-        self._ends = np.cumsum([len(store) for store in stores])
+        self.masked = any(one.about.mask is not None for one in sets)
+        self._ends = np.cumsum([len(one) for one in sets])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
         index, variant = key
-        if not 0 <= variant < self.view.variants:
-            raise refusal("ImageData", "the variant", f"at least 0 and below {self.view.variants}", variant)
+        if not 0 <= variant < self.variants:
+            raise refusal("ImageData", "the variant", f"at least 0 and below {self.variants}", variant)
         if not 0 <= index < len(self):
             raise IndexError(f"ImageData holds {len(self)} images; there is no number {index}")
         number = int(np.searchsorted(self._ends, index, side="right"))
-        store = self.stores[number]
-        row = index - (int(self._ends[number]) - len(store))
+        found = self.sets[number]
+        view = self.views[number]
+        row = index - (int(self._ends[number]) - len(found))
         shape = self.shapes[index]
-        try:
-            images = self.view.look(store.read(row), shape, key, self.seed)
-        except UnreadableImage as error:
-            raise ConfigurationError(
-                f"ImageData: {store.place(row)} cannot be read: {error}. Repair it, or leave out damaged images with "
-                "skip_unreadable: true."
-            ) from error
-        height, width = store.sizes[row].tolist()
+        # A set with fewer variants repeats them.
+        seen = (index, variant % view.variants)
+        content = found.images.read(row)
+        images = _looked(view.look, found.images.place(row), content, shape, seen, self.seed)
+        height, width = found.images.sizes[row].tolist()
         item: dict[str, object] = {"images": images, "index": index, "variant": variant}
-        item["sizes"] = self.view.sizes((height, width), shape, key, self.seed)
+        item["sizes"] = view.sizes((height, width), shape, seen, self.seed)
         if self.labels is not None:
             item["labels"] = self.labels[index]
         if self.captions is not None:
             item["captions"] = self.captions[index]
+        if found.masks is not None:
+            mask, place = found.companion("masks", row)
+            item["mask"] = _looked(view.look_mask, place, mask, shape, seen, self.seed)
+        elif found.about.mask == ALPHA:
+            item["mask"] = _looked(view.look_mask, found.images.place(row), content, shape, seen, self.seed, True)
+        elif self.masked:
+            item["mask"] = torch.ones(1, *shape)
+        if found.conditions is not None:
+            condition, place = found.companion("conditions", row)
+            item["condition"] = _looked(view.look, place, condition, shape, seen, self.seed)
         return item
 
 
-def drop_single_class(stores: Sequence[StoredImages]) -> None:
+def _looked(look: Callable[..., Tensor], place: str, *arguments: object) -> Tensor:
+    """Return the result of a function of `ImageView`. Name the image that cannot be decoded."""
+    try:
+        return look(*arguments)
+    except UnreadableImage as error:
+        raise ConfigurationError(
+            f"ImageData: {place} cannot be read: {error}. Repair it, or leave out damaged images with "
+            "skip_unreadable: true."
+        ) from error
+
+
+def roles_of(sets: Sequence[StoredSet], weights: np.ndarray | None) -> tuple[str, ...]:
+    """Return the optional entries of the batches of some sets.
+
+    Raises:
+        ConfigurationError: If some sets have a condition and others have none.
+    """
+    found = []
+    if weights is not None:
+        found.append("loss_weight")
+    if any(one.about.mask is not None for one in sets):
+        found.append("mask")
+    lacking = [one.about.images for one in sets if one.conditions is None]
+    if len(lacking) < len(sets):
+        if lacking:
+            raise ConfigurationError(
+                f"ImageData: {lacking[0]} has no condition, and other sets have one. Name its conditions, too."
+            )
+        found.append("condition")
+    return tuple(found)
+
+
+def weights_of(sets: Sequence[StoredSet], shown: Sequence[int]) -> np.ndarray | None:
+    """Return the weight of each image in the loss, [N], as `image_set` defines it; None if all are 1.
+
+    Args:
+        sets: The sets for training, which come first.
+        shown: Indices of the images that an epoch shows.
+    """
+    weights = np.concatenate([np.full(len(one), one.about.weight) for one in sets])
+    prior = np.concatenate([np.full(len(one), one.about.role == "prior") for one in sets])
+    is_prior = prior[np.array(shown, dtype=np.int64)]
+    for role in (True, False):
+        count = int((is_prior == role).sum())
+        if count:
+            weights[prior == role] *= len(shown) / count
+    return None if np.allclose(weights, 1.0) else weights
+
+
+def drop_single_class(sets: Sequence[StoredSet]) -> None:
     """Remove the labels if all images are in one subfolder, as kohya's scripts have them: it is not a class."""
     tables = []
     labels: set[Label] = set()
-    for store in stores:
-        if isinstance(store.table, FolderTable) and store.table.by_subfolder:
-            tables.append(store.table)
-            labels.update(store.table.labels or [])
+    for one in sets:
+        table = one.images.table
+        if isinstance(table, FolderTable) and table.by_subfolder:
+            tables.append(table)
+            labels.update(table.labels or [])
     if len(labels) == 1:
         for table in tables:
             table.labels = None
 
 
-def repeats_of(stores: Sequence[StoredImages]) -> list[int]:
-    """Return how often an epoch shows each image of the stores."""
+def repeats_of(sets: Sequence[StoredSet]) -> list[int]:
+    """Return how often an epoch shows each image of the sets."""
     repeats: list[int] = []
-    for store in stores:
+    for one in sets:
+        table = one.images.table
         found = None
-        if isinstance(store.table, FolderTable):
-            found = store.of_readable(store.table.repeats)
-        repeats += found or [1] * len(store)
+        if isinstance(table, FolderTable):
+            found = one.images.of_readable(table.repeats)
+        repeats += [one.about.repeats * number for number in found or [1] * len(one)]
     return repeats
 
 
-def collected(stores: Sequence[StoredImages], kind: Literal["labels", "captions"]) -> list[Any] | None:
-    """Return labels or captions of all stores; None if no store has them.
+def collected(sets: Sequence[StoredSet], kind: Literal["labels", "captions"]) -> list[Any] | None:
+    """Return labels or captions of all sets; None if no set has them.
 
     Raises:
-        ConfigurationError: If some stores have them and others do not.
+        ConfigurationError: If some sets have them and others do not.
     """
     values: list[object] = []
     having = []
     lacking = []
-    for store in stores:
-        found = store.of_readable(getattr(store.table, kind))
+    for one in sets:
+        table = one.images.table
+        found = one.images.of_readable(getattr(table, kind))
+        if kind == "captions":
+            found = _prompted(found, one)
         if found is None:
-            lacking.append(store.table.name)
+            lacking.append(table.name)
         else:
-            having.append(store.table.name)
+            having.append(table.name)
             values += found
     if having and lacking:
+        way_out = ", give the set a prompt" if kind == "captions" else ""
         raise ConfigurationError(
-            f"ImageData: {having[0]} has {kind}, {lacking[0]} has none. Add them, or set columns.{kind[:-1]}: null."
+            f"ImageData: {having[0]} has {kind}, {lacking[0]} has none. Add them{way_out}, or set "
+            f"columns.{kind[:-1]}: null."
         )
     return values if having else None
 
 
-def classes_of(stores: Mapping[str, Sequence[StoredImages]]) -> tuple[list[int] | None, list[str]]:
+def _prompted(captions: list[str] | None, one: StoredSet) -> list[str] | None:
+    """Return captions with the trigger of their set in front, or its prompt if there are none."""
+    if captions is None and one.about.prompt is not None:
+        captions = [one.about.prompt] * len(one)
+    trigger = one.about.trigger
+    if trigger is None:
+        return captions
+    if captions is None:
+        return [trigger] * len(one)
+    return [f"{trigger}, {caption}" if caption else trigger for caption in captions]
+
+
+def classes_of(sets: Mapping[str, Sequence[StoredSet]]) -> tuple[list[int] | None, list[str]]:
     """Return the number of the class of each image, and the names of the classes.
 
     Args:
-        stores: Stores by part; the classes are those of "train".
+        sets: Sets by part; the classes are those of "train".
 
     Raises:
         ConfigurationError: If labels are numbers and names, or a class occurs that is not trained on.
     """
-    every = [store for listed in stores.values() for store in listed]
+    every = [one for listed in sets.values() for one in listed]
     labels = collected(every, "labels")
     if labels is None:
         return None, []
-    trained = collected(stores["train"], "labels") or []
-    declared = {tuple(store.table.label_names) for store in every if store.table.label_names}
+    trained = collected(sets["train"], "labels") or []
+    declared = {tuple(names) for one in every if (names := one.images.table.label_names)}
     if len({type(label) for label in labels}) > 1 or len(declared) > 1:
         allowed = "all numbers or all names, with the same classes everywhere"
         raise refusal("ImageData", "labels", allowed, sorted({type(label).__name__ for label in labels}))

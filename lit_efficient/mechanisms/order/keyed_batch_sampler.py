@@ -4,7 +4,8 @@
     batches            = the order, filled into one open batch per bucket; then the batches in random order
     above INDEXED_FROM = a permutation of each bucket, cut into batches; then the batches in random order
     part of rank r     = every num_replicas-th key of a batch, from the r-th on
-    variant of image i = hash(seed, e, i) mod variants
+    variant of image i = (hash(seed, e, i) + k) mod variants, where the index holds i for the k-th time, from k = 0
+    weight of a row    = rows of the part / batch size, and 0 for a row that pads the part; 1 in a full batch
 
 All ranks therefore see the same shape and the same number of images in a step, and R ranks with batches of B see, step
 by step, the images that one process with batches of R * B sees. Images that are cached and images that are encoded
@@ -70,6 +71,29 @@ def fill_batches(
             yield open_batches.pop(bucket)
     if not drop_last:
         yield from open_batches.values()
+
+
+class WeightedKeys(list[Key]):
+    """Batch of keys with the weight of each, for the loss."""
+
+    def __init__(self, keys: Iterable[Key], weights: Sequence[float]) -> None:
+        super().__init__(keys)
+        self.weights = list(weights)
+
+
+def occurrences(index: Sequence[int]) -> npt.NDArray[np.int64] | None:
+    """Return how often each number occurs before its place, [N]; None if no number occurs twice."""
+    if isinstance(index, range):
+        return None
+    numbers = np.asarray(index)
+    order = np.argsort(numbers, kind="stable")
+    begins = np.flatnonzero(np.diff(numbers[order], prepend=numbers[order[0]] - 1))
+    if len(begins) == len(numbers):
+        return None
+    counts = np.diff(begins, append=len(numbers))
+    found = np.empty(len(numbers), np.int64)
+    found[order] = np.arange(len(numbers)) - np.repeat(begins, counts)
+    return found
 
 
 class BucketPlaces:
@@ -146,8 +170,8 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
     not replace it under DDP. ``ExactResume`` resumes in the middle of an epoch with the same batches.
 
     Args:
-        index: Indices of the images. An index that occurs several times is shown several times in an epoch. A
-            ``range`` is not turned into a list if all images have one shape.
+        index: Indices of the images. An index that occurs several times is shown several times in an epoch, each time
+            as the next variant. A ``range`` is not turned into a list if all images have one shape.
         batch_size: Number of keys in a batch of each rank.
         bucket_of: Function from the index of an image to its shape (height, width). A batch has one shape. ``None``:
             all images have the same shape.
@@ -160,6 +184,8 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         num_replicas: Number of ranks. ``None`` asks the process group, and is 1 without one. See
             :func:`data_parallel_part`.
         rank: Rank whose keys are yielded. ``None`` asks the process group, and is 0 without one.
+        weighted: If there are several buckets, yield `WeightedKeys`. Their weights make a sample of an incomplete batch
+            count as much as one of a full batch.
 
     Raises:
         ConfigurationError: If an argument is out of range, or if ``drop_last`` would leave out a whole bucket.
@@ -176,6 +202,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         drop_last: bool = False,
         num_replicas: int | None = None,
         rank: int | None = None,
+        weighted: bool = False,
     ) -> None:
         if isinstance(index, Sampler):  # Lightning passes one when it rebuilds a batch sampler under DDP
             allowed = "a sequence of integers (Lightning replaces a batch sampler under DDP: use keyed_loader())"
@@ -204,6 +231,8 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
             buckets = BucketPlaces(map(bucket_of, index), len(index))
             if len(buckets.counts) > 1:
                 self._buckets = buckets
+        self.weighted = weighted and self._buckets is not None
+        self._occurrences = occurrences(self.index) if variants > 1 else None
         self._count_batches()
 
     @property
@@ -245,8 +274,20 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         self.first = 0
         for batch in self._batches((self.seed, epoch, self.round), first):
             part = shard(batch, self.rank, self.num_replicas, drop_last=False)
-            indices = [self.index[position] for position in part]
-            yield [(index, variant_of(self.seed, epoch, index, self.variants)) for index in indices]
+            keys = [self._key(position, epoch) for position in part]
+            if self.weighted:
+                weight = len(part) / self.batch_size
+                places = range(self.rank, self.rank + len(part) * self.num_replicas, self.num_replicas)
+                # Places beyond the batch only pad it.
+                keys = WeightedKeys(keys, [weight if place < len(batch) else 0.0 for place in places])
+            yield keys
+
+    def _key(self, position: int, epoch: int) -> Key:
+        index = self.index[position]
+        variant = variant_of(self.seed, epoch, index, self.variants)
+        if self._occurrences is not None:
+            variant = (variant + int(self._occurrences[position])) % self.variants
+        return index, variant
 
     def _batches(self, key: tuple[int, int, int], first: int) -> Iterator[Sequence[int]]:
         """Yield the positions in the index of each batch of all ranks, beginning with batch number ``first``."""
@@ -309,7 +350,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         size = self._step_size
         weights = {bucket: math.ceil(count / size) * size / count for bucket, count in self._bucket_counts().items()}
         heavy = {bucket: weight for bucket, weight in weights.items() if weight >= _UNEVEN}
-        if self._buckets is None or self.drop_last or not heavy:
+        if self._buckets is None or self.drop_last or self.weighted or not heavy:
             return None
         counts = self._bucket_counts()
         most = max(heavy, key=lambda bucket: heavy[bucket])
@@ -381,10 +422,17 @@ def no_loaders(module: LightningDataModule) -> list[Any]:
 
 
 class KeyedBatches(Dataset[list[Any]]):
-    """Dataset whose item ``[k1, k2, ...]`` is the list ``[dataset[k1], dataset[k2], ...]`` of another dataset."""
+    """Dataset whose item ``[k1, k2, ...]`` is the list ``[dataset[k1], dataset[k2], ...]`` of another dataset.
 
-    def __init__(self, dataset: Any) -> None:
+    Args:
+        dataset: The other dataset.
+        weights: Weight of each index in the loss, [N]. With weights, or for `WeightedKeys`, items are mappings and get
+            a ``loss_weight``, the product of both.
+    """
+
+    def __init__(self, dataset: Any, weights: npt.NDArray[np.float64] | None = None) -> None:
         self.dataset = dataset
+        self.weights = weights
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -395,7 +443,13 @@ class KeyedBatches(Dataset[list[Any]]):
                 f"KeyedBatches: an item is a list of keys (index, variant), got {keys!r}. The loader's "
                 "KeyedBatchSampler was replaced: Trainer(overfit_batches=...) does so; use limit_train_batches instead."
             )
-        return [self.dataset[key] for key in keys]
+        items = [self.dataset[key] for key in keys]
+        if self.weights is None and not isinstance(keys, WeightedKeys):
+            return items
+        weights = keys.weights if isinstance(keys, WeightedKeys) else [1.0] * len(keys)
+        if self.weights is not None:
+            weights = [weight * float(self.weights[index]) for weight, (index, _) in zip(weights, keys)]
+        return [item | {"loss_weight": torch.tensor(weight)} for item, weight in zip(items, weights)]
 
 
 def keyed_loader(
@@ -403,6 +457,7 @@ def keyed_loader(
     sampler: KeyedBatchSampler,
     collate: Callable[[list[Any]], Any],
     num_workers: int = 0,
+    weights: npt.NDArray[np.float64] | None = None,
     **arguments: Any,
 ) -> DataLoader[object]:
     """Return a ``DataLoader`` of the sampler's batches.
@@ -413,13 +468,14 @@ def keyed_loader(
             rebuilds batch samplers under DDP and for prediction, and never sets their epoch.
         collate: Function from a list of items to a batch.
         num_workers: Number of worker processes.
+        weights: Weight of each index in the loss, see `KeyedBatches`.
         arguments: Further arguments of ``DataLoader``.
     """
     # The base seed of the workers is drawn when iteration begins. The loader draws it from its own generator, because
     # otherwise validation would advance the global one and change the training that follows.
     generator = torch.Generator().manual_seed(mix_seed(sampler.seed))
     return DataLoader(
-        KeyedBatches(dataset),
+        KeyedBatches(dataset, weights),
         batch_size=None,
         sampler=sampler,
         collate_fn=collate,
@@ -442,6 +498,8 @@ def module_loader(
     seed: int = 0,
     num_workers: int = 0,
     pin_memory: bool = True,
+    weighted: bool = False,
+    weights: npt.NDArray[np.float64] | None = None,
 ) -> DataLoader[Any]:
     """Return the loader of a data module for the items of ``index``, made by :func:`keyed_loader`.
 
@@ -458,10 +516,13 @@ def module_loader(
         seed: Seed of the order and of the variants.
         num_workers: Number of worker processes.
         pin_memory: Pin the batches if the device is a CUDA device.
+        weighted: Give samples of incomplete batches smaller weights, see `KeyedBatchSampler`.
+        weights: Weight of each index in the loss, see `KeyedBatches`.
     """
     part = data_parallel_part(trainer)
     if not training:
         variants = 1
-    sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants, seed, training, **part)
+    sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants, seed, training, weighted=weighted, **part)
     further = {"persistent_workers": True} if num_workers and training else {}
-    return keyed_loader(dataset, sampler, collate, num_workers, pin_memory=pins(trainer, pin_memory), **further)
+    pinned = pins(trainer, pin_memory)
+    return keyed_loader(dataset, sampler, collate, num_workers, weights, pin_memory=pinned, **further)

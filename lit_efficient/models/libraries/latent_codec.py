@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, refusal
@@ -213,6 +214,10 @@ class LatentCodec:
         if isinstance(self.held, AutoencoderOnDisk):
             return self.held.load()
         return self.held
+
+    def shrink_mask(self, mask: Tensor) -> Tensor:
+        """Return a mask of pixels [B, 1, H, W] as one of latents [B, 1, h, w], each the mean of its pixels."""
+        return F.avg_pool2d(mask.float(), self.factor)
 
     @classmethod
     def declared(cls, autoencoder: "ImageAutoencoder | AutoencoderOnDisk") -> "LatentCodec":

@@ -82,7 +82,7 @@ def test_classes_with_numbers_as_names_are_in_their_order(tmp_path):
     assert opened(tmp_path).class_names == [str(n + 4) for n in range(COUNT)]
 
 
-@pytest.mark.parametrize("folder", ["", "10_cat/"])
+@pytest.mark.parametrize("folder", ["", "cat/"])
 def test_captions_beside_the_images(tmp_path, folder):
     write(tmp_path, [f"{folder}{n}.png" for n in range(COUNT)], [f" {caption}\n" for caption in CAPTIONS])
     data = opened(tmp_path)
@@ -355,11 +355,11 @@ def test_a_class_that_is_not_trained_on_is_an_error(tmp_path):
         opened(tmp_path / "train", val=str(tmp_path / "val"))
 
 
-def test_folders_of_kohya_are_asked_about_or_read_as_repeats(tmp_path):
+def test_folders_of_kohya_are_read_as_repeats_and_it_is_said(tmp_path, caplog):
     write(tmp_path, ["3_red cat/0.png", "3_red cat/1.png", "1_dog/2.png"], [None, "a cat, sitting", None])
-    with pytest.raises(ConfigurationError, match=r"\(1_dog, 3_red cat\) may be classes, or repeats"):
-        opened(tmp_path, val_fraction=0)
-    data = opened(tmp_path, val_fraction=0, columns=ImageColumns(subfolders="repeats"))
+    caplog.set_level("INFO")
+    data = opened(tmp_path, val_fraction=0)
+    assert "an epoch shows the images 1 times dog, 3 times red cat (columns.subfolders: classes reads" in caplog.text
     shown = [number_of(item["images"]) for item in map(data.dataset.__getitem__, [(i, 0) for i in data.train_index])]
     assert sorted(shown) == [0, 0, 0, 1, 1, 1, 2]
     assert data.num_classes == 0
@@ -375,6 +375,12 @@ def test_folders_of_kohya_are_asked_about_or_read_as_repeats(tmp_path):
     write(tmp_path, ["cats/3.png"])
     with pytest.raises(ConfigurationError, match="cats is not named like 10_cat"):
         opened(tmp_path, val_fraction=0, columns=ImageColumns(subfolders="repeats"))
+
+
+@pytest.mark.parametrize("names", [("0_cat", "1_dog"), ("01_cat", "02_dog"), ("2_cat", "dog")])
+def test_numbers_of_classes_are_no_repeats(tmp_path, names):
+    write(tmp_path, [f"{names[n % 2]}/{n}.png" for n in range(6)])
+    assert opened(tmp_path).class_names == sorted(names)
 
 
 def test_a_tar_of_images_is_read_as_webdataset(tmp_path):
