@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_modules import FollowsWeight, padded
-from lit_efficient.internals.torch_shards import is_wrapper
+from lit_efficient.internals.torch_shards import is_sharded, is_wrapper
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
@@ -123,7 +123,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
         if self.lora_mix is not None:
             return self._plus_mixed(y, x, h)
         if self.lora_variant not in ("dora", "pissa"):
-            return self._plus(y, h, self.lora_A, self.lora_B)
+            return self._plus(y, h, *_in_bfloat16(h, self.lora_A, self.lora_B))
         delta = self._low_rank(h, self.lora_A, self.lora_B)
         if self.lora_variant == "pissa":
             delta = delta - self._low_rank(h, self.lora_A0, self.lora_B0)
@@ -205,11 +205,18 @@ def taken_by(a: Tensor, x: Tensor) -> Tensor:
     return x.to(a.dtype)
 
 
+def _in_bfloat16(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 factors in bfloat16 if the input is: they are much smaller, and the optimizer keeps float32."""
+    if x.dtype == torch.bfloat16 and a.dtype == b.dtype == torch.float32:
+        return a.to(x.dtype), b.to(x.dtype)
+    return a, b
+
+
 class _LowRankLinear(LowRank):
     def _plus(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return ``y + s B A x``. The product with ``B`` scales and adds, without a pass over tensors as large as y."""
         inner = self._inner(x, a)
-        if type(y) is not Tensor or inner.dtype != y.dtype:
+        if is_wrapper(y) or is_sharded(y) or inner.dtype != y.dtype:
             return y + (self.lora_scale * F.linear(inner, b)).to(y.dtype)
         rows = torch.addmm(y.reshape(-1, y.shape[-1]), inner.reshape(-1, inner.shape[-1]), b.mT, alpha=self.lora_scale)
         return rows.view_as(y)

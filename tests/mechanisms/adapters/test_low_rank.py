@@ -209,6 +209,30 @@ def test_autocast_gets_the_input_as_it_is(kind: str) -> None:
     assert layer(x.float()).dtype == torch.float32  # and without autocast in the adapter's own format
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_a_bfloat16_layer_copies_the_factors_and_not_its_input(kind: str) -> None:
+    torch.manual_seed(0)
+    made: dict[str, Any] = {"dtype": torch.bfloat16}
+    layer: Any = nn.Linear(24, 16, **made) if kind == "linear" else nn.Conv2d(3, 4, 3, **made)
+    x = torch.randn(5, 24, **made) if kind == "linear" else torch.randn(2, 3, 6, 6, **made)
+    add_low_rank(layer, "layer", rank=2, alpha=4.0)
+    nn.init.normal_(layer.lora_B)
+    with Widened(x.numel()) as copies:
+        found = layer(x)
+        found.float().square().sum().backward()
+    assert copies.count == 0
+    assert found.dtype == torch.bfloat16
+    wide = copy.deepcopy(layer).float()
+    wide.zero_grad()
+    expected = wide(x.float())
+    expected.square().sum().backward()
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.05)
+    for name in ("lora_A", "lora_B"):
+        ours, theirs = getattr(layer, name).grad, getattr(wide, name).grad
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
 def test_a_column_of_a_narrow_adapter_stands_for_a_group_of_inputs() -> None:
     weight, a, b = torch.randn(4, 6), torch.randn(2, 3), torch.randn(4, 2)
     merged = merged_matrix(weight, {"lora_A": a, "lora_B": b}, 0.5)
