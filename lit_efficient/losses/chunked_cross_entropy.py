@@ -411,15 +411,16 @@ class _CrossEntropySweep:
         return (losses if self.per_token else losses.sum(),), [gradient, *head.gradients()]
 
     def scale_gradients(self, gradients: list[Tensor | None], upstream: Tensor) -> bool:
-        factors = upstream.reshape(-1)[:1]
-        if not is_expanded(upstream):
-            if self.masks_ignored:
-                return False  # comparing the values would need a synchronisation
-            factors = upstream[self.valid()]
-            if len(factors) > 1 and not bool((factors == factors[0]).all()):
+        factor = upstream.reshape(-1)[:1]
+        if not is_expanded(upstream):  # the gradient of a mean is a tensor of equal numbers
+            valid = self.valid()
+            lowest = upstream.where(valid, torch.inf).amin()
+            highest = upstream.where(valid, -torch.inf).amax()
+            if not bool(lowest == highest):  # a GPU waits here, for less time than a second pass through the head takes
                 return False
-        if len(factors):
+            factor = highest
+        if factor.numel():
             for gradient in gradients:
                 if gradient is not None:
-                    gradient.mul_(factors[0])
+                    gradient.mul_(factor)
         return True

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_efficient.errors import check_number, refusal
-from lit_efficient.losses.chunked_cross_entropy import computes_ignored
 from lit_efficient.losses.distillation import Divergence, coarse, log_probabilities, shared_vocabulary
 from lit_efficient.losses.head_chunks import ModuleHead, apply_sweep, is_expanded
 from lit_efficient.surgery import autocast_dtype
@@ -285,10 +284,8 @@ class _DistillationSweep:
     def scale_gradients(self, gradients: list[Tensor | None], upstream: Tensor) -> bool:
         hidden, *parameters = gradients
         # The hidden states have one gradient a token, so only the gradients of parameters need equal factors.
-        equal = not parameters or is_expanded(upstream)
-        if not equal and not computes_ignored(upstream.device):  # on a GPU a comparison would need a synchronisation
-            equal = bool((upstream == upstream[0]).all())
-        if not equal:
+        # A GPU waits for the comparison, for less time than a second pass through the head takes.
+        if parameters and not is_expanded(upstream) and not bool((upstream == upstream[0]).all()):
             return False
         if len(upstream):
             assert hidden is not None  # `run` always computes it
