@@ -31,7 +31,7 @@ from lit_efficient.losses.liger_cross_entropy import installed
 from lit_efficient.mechanisms.blocks.rotary import Turns, turns_of
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.models.probes.modes import evaluating, trial_of_layer
-from lit_efficient.surgery import mix_in, mix_out, mix_under, parents
+from lit_efficient.surgery import autocast_dtype, mix_in, mix_out, mix_under, parents
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
@@ -46,17 +46,21 @@ class _Norm(nn.Module):
 
     # Arguments of Liger's kernel: eps, the number that is added to the weight, and what is cast. None without it.
     _fused_norm: tuple[float, float, str] | None
+    _in_recomputed: bool  # its block is recomputed as a whole
 
     def forward(self, *args: Any, **kwargs: object) -> Any:
         forward = super().forward
         if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
-        plain = args[0].dtype == self.weight.dtype and not torch.is_autocast_enabled(args[0].device.type)
-        if self._fused_norm is not None and plain:
+        x = args[0]
+        # The kernel computes in float32, as norms do under autocast, and returns the dtype of its input.
+        if self._fused_norm is not None and (x.dtype == self.weight.dtype or x.dtype == autocast_dtype(x.device)):
             from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-            return LigerRMSNormFunction.apply(args[0], self.weight, *self._fused_norm, False)
-        return checkpoint(forward, args[0], use_reentrant=False, preserve_rng_state=False)
+            return LigerRMSNormFunction.apply(x, self.weight, *self._fused_norm, False)
+        if self._in_recomputed:
+            return forward(x)
+        return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Gated(nn.Module):
@@ -65,6 +69,7 @@ class _Gated(nn.Module):
     _gated: tuple[str, str, str]  # names of the linear layers a, b and c
     _activation: str | Callable[[Tensor], Tensor]  # name of a submodule, or a function
     _fused_gate: str | None  # name of Liger's function for act(a) * b
+    _in_recomputed: bool  # its block is recomputed as a whole
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
@@ -72,6 +77,8 @@ class _Gated(nn.Module):
         a, b, c = (getattr(self, name) for name in self._gated)
         gate = a(args[0])
         up = b(args[0])
+        if self._in_recomputed:
+            return self._project_down(c, gate, up)
         return checkpoint(self._project_down, c, gate, up, use_reentrant=False)
 
     def _project_down(self, c: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
@@ -87,8 +94,9 @@ class MemoryEfficientLayers(Technique):
     """Let norms and gated MLPs (SwiGLU, GeGLU) of any network save less memory for the backward pass.
 
     Each layer is tested with a few rows. It is changed if outputs and gradients stay the same and it saves fewer bytes.
-    Layers inside blocks that are recomputed as a whole (activation checkpointing) are not changed, because they save
-    nothing. Parameter names stay. With Liger's kernels, rotary embeddings also run in one pass if nothing is compiled.
+    Parameter names stay. With Liger's kernels, rotary embeddings also run in one pass if nothing is compiled. Layers
+    inside blocks that are recomputed as a whole (activation checkpointing) save nothing: they are changed only where
+    Liger's kernels run them, which read and write less.
 
     Args:
         backend: ``torch`` computes the layer's own operations again, with identical results. ``liger`` uses the fused
@@ -126,16 +134,16 @@ class MemoryEfficientLayers(Technique):
     def transform(self, module: nn.Module) -> Report:
         fused = self.backend == "liger" or (self.backend == "auto" and self._device.type == "cuda" and installed())
         recomputed = {name for name, part in module.named_modules() if getattr(part, "_recomputes", False)}
-        # Layers within recomputed blocks save nothing.
-        parts = {n: p for n, p in module.named_modules() if recomputed.isdisjoint((n, *parents(n)))}
         norms: list[str] = []
         gates: list[str] = []
         kept = 0  # bytes that the changed layers save for the test input
         before = 0  # bytes that these layers saved before
         by_liger = 0  # number of layers that use Liger's kernels
-        for name, part in parts.items():
+        for name, part in module.named_modules():
             width = _width(part)
-            if width is None:
+            # Layers within recomputed blocks save nothing, but fused kernels read and write less.
+            inside = not recomputed.isdisjoint((name, *parents(name)))
+            if width is None or (inside and not fused):
                 continue
             with _trial(part, width) as (x, plain):
                 if list(part.children()):
@@ -145,28 +153,33 @@ class MemoryEfficientLayers(Technique):
                 if found is None:
                     continue
                 kind, attributes = found
-                mix_in(part, kind, **attributes)
+                by_kernel = any(value is not None for key, value in attributes.items() if key.startswith("_fused"))
+                if inside and not by_kernel:
+                    continue
+                mix_in(part, kind, **attributes, _in_recomputed=inside)
                 changed = _saved_bytes(part, x)
-                if changed >= plain or changed > self.worth * plain:  # both are 0 if the layer cannot be tried
+                # Both are 0 if the layer cannot be tried.
+                if not inside and (changed >= plain or changed > self.worth * plain):
                     mix_out(part, kind)
                     continue
             if kind is _Norm:
                 norms.append(name)
             else:
                 gates.append(name)
-            before += plain
-            kept += changed
-            by_liger += any(value is not None for key, value in attributes.items() if key.startswith("_fused"))
+            by_liger += by_kernel
+            if not inside:
+                before += plain
+                kept += changed
         rotary: list[str] = []
         if fused:
-            for name, part in parts.items():
+            for name, part in module.named_modules():
                 turns = turns_of(part, self._device)
                 if turns:
                     mix_under(part, Turns, _fused_turns=turns)
                     rotary.append(name)
         if not norms and not gates and not rotary:
             where = ""
-            if recomputed:
+            if recomputed and not fused:
                 where = " outside of the blocks that are recomputed as a whole"
             raise ConfigurationError(
                 f"MemoryEfficientLayers: {type(module).__name__} has no norm or gated MLP{where} that saves more than "
@@ -182,13 +195,18 @@ class MemoryEfficientLayers(Technique):
             how = f"{by_liger} of them by Liger's kernels"
         else:
             how = "recomputed by torch"
-        summary = f"{len(norms)} norms and {len(gates)} gated MLPs save {format_bytes(less)} less per token, {how}"
+        saved = "read and write less"  # all of them in recomputed blocks
+        details: dict[str, object] = {}
+        if before:
+            saved = f"save {format_bytes(less)} less per token"
+            details = {"bytes_per_token": before // _ROWS, "bytes_per_token_saved": less}
+        summary = f"{len(norms)} norms and {len(gates)} gated MLPs {saved}, {how}"
         if rotary:
             summary += f"; {len(rotary)} layers rotate queries and keys by Liger's kernel"
         return Report(
             summary,
             modules=(*norms, *gates, *rotary),
-            details={"bytes_per_token": before // _ROWS, "bytes_per_token_saved": less},
+            details=details,
         )
 
 
@@ -289,7 +307,7 @@ def _as_gated(part: nn.Module, x: Tensor, fused: bool) -> tuple[type, dict[str, 
 def _is_equivalent(part: nn.Module, x: Tensor, kind: type, attributes: dict[str, object], exact: bool = True) -> bool:
     """Return whether a layer gives the same results with the mix-in as without it."""
     own = part.forward
-    mix_in(part, kind, **attributes)
+    mix_in(part, kind, **attributes, _in_recomputed=False)
     try:
         return _same(part, x, own, exact)
     finally:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lit_efficient
@@ -88,6 +89,66 @@ def test_networks_give_the_same_by_the_kernel(kind: str, names: set[Any]) -> Non
         outs.append([out.detach(), *(p.grad for p in each.parameters() if p.grad is not None)])
     for more in outs[1:]:
         torch.testing.assert_close(outs[0], more, rtol=1e-4, atol=1e-5)
+
+
+class Number(float):
+    """A number as Triton's compiler passes it to a kernel. Its interpreter passes a plain float."""
+
+    def to(self, dtype: object) -> Number:
+        return self
+
+
+@pytest.fixture
+def interpreted_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter run Liger's norm: it lacks the square root's inverse, and the dtype of numbers."""
+    import triton.language as tl
+    from liger_kernel.ops import rms_norm
+    from triton.runtime import interpreter
+
+    own = interpreter._implicit_cvt
+    monkeypatch.setattr(interpreter, "_implicit_cvt", lambda x: Number(x) if isinstance(x, float) else own(x))
+    monkeypatch.setattr(rms_norm, "rsqrt", lambda x: tl.rsqrt(x))  # noqa: PLW0108  # replaced in the interpreter
+
+
+class Passes(TorchDispatchMode):
+    """Counts operators of norms, activations and rotations, which Liger's kernels replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket.__name__ in ("mul", "silu", "cat", "pow", "square", "mean", "rsqrt")
+        return function(*args, **(kwargs or {}))
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreted_norms")
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recomputed_blocks_use_the_kernels_in_both_passes(kind: str, autocast: bool) -> None:
+    network = small(kind).train()
+    changed = deepcopy(network)
+    checkpointing = lit_efficient.ActivationCheckpointing()
+    apply(network, [checkpointing])
+    apply(changed, [checkpointing, lit_efficient.MemoryEfficientLayers("liger")])
+    ids = torch.arange(64).view(2, 32)
+    outs, counts = [], []
+    for each in (network, changed):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Passes() as passes:
+            out = each(ids)
+            out = out if isinstance(out, Tensor) else out.logits
+        loss = out.float().square().mean()
+        with passes:
+            loss.backward()
+        outs.append([out.detach(), *(p.grad for p in each.parameters() if p.grad is not None)])
+        counts.append(passes.count)
+    for plain, fused in zip(*outs, strict=True):
+        if autocast:
+            assert (plain - fused).norm() < 0.02 * plain.norm()
+        else:
+            torch.testing.assert_close(plain, fused, rtol=1e-4, atol=1e-5)
+    assert counts[1] < 0.4 * counts[0], counts
 
 
 @interpreted
