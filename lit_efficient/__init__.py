@@ -181,6 +181,7 @@ PUBLIC: dict[str, str] = {
     "ImageData": "data.image_data",
     "ImageColumns": "data.images.image_columns",
     "ImageSet": "data.images.image_set",
+    "CaptionRules": "data.images.caption_rules",
     "ImageScores": "data.images.image_judge",
     "ImageSplits": "data.images.image_tables",
     "ImageView": "data.images.image_view",

@@ -12,6 +12,7 @@ Costs: reading every image once; later starts list the files, compare their size
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lit_efficient.data.images.aspect_buckets import nearest_shapes
+from lit_efficient.data.images.caption_rules import CaptionRules
 from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_judge import ImageJudge, ImageScores
 from lit_efficient.data.images.image_module import ImageModule, hold_out
@@ -58,6 +60,7 @@ class ImageData(ImageModule):
         splits: Names of the splits of data sets that have several.
         columns: Columns of images, labels and captions.
         view: Size, crops and flips.
+        caption_rules: Variants of captions: shuffled tags, several captions, empty captions.
         skip_unreadable: Decode all images once, and leave out those that cannot be decoded, with a warning. false: a
             damaged image stops the run with an error that names it.
         scores: Network and real images that generated images are compared with.
@@ -82,6 +85,7 @@ class ImageData(ImageModule):
         splits: ImageSplits = ImageSplits(),  # noqa: B008 (frozen)
         columns: ImageColumns = ImageColumns(),  # noqa: B008 (frozen)
         view: ImageView = ImageView(),  # noqa: B008 (frozen)
+        caption_rules: CaptionRules = CaptionRules(),  # noqa: B008 (frozen)
         skip_unreadable: bool = False,
         scores: ImageScores = ImageScores(),  # noqa: B008 (frozen)
         val_fraction: float = 0.05,
@@ -93,12 +97,16 @@ class ImageData(ImageModule):
         pin_memory: bool = True,
         preload: bool = False,
     ) -> None:
-        views = [one.view or view for named in (train, val, test) for one in _sets_of(named)] or [view]
-        super().__init__(batch_size, num_workers, seed, max(one.variants for one in views), pin_memory)
+        named = [*_sets_of(train), *_sets_of(val), *_sets_of(test)]
+        views = [one.view or view for one in named] or [view]
+        rules = [one.caption_rules or caption_rules for one in named] or [caption_rules]
+        self.pixel_variants = max(one.variants for one in views)
+        variants = self.pixel_variants * max(one.variants for one in rules)
+        super().__init__(batch_size, num_workers, seed, variants, pin_memory)
         if len({one.channels for one in views}) > 1:
             raise refusal("ImageData", "view.channels", "the same for all sets", [one.channels for one in views])
-        for name, named in (("val", val), ("test", test)):
-            if any(one.role == "prior" for one in _sets_of(named)):
+        for name, part in (("val", val), ("test", test)):
+            if any(one.role == "prior" for one in _sets_of(part)):
                 raise refusal("ImageData", f"{name}.role", "train: class images are for training alone", "prior")
         if all(one.role == "prior" for one in _sets_of(train)):
             raise refusal("ImageData", "train", "at least one set with role: train", train)
@@ -111,6 +119,7 @@ class ImageData(ImageModule):
         self.splits = splits
         self.columns = columns
         self.view = view
+        self.caption_rules = caption_rules
         self.skip_unreadable = skip_unreadable
         self.scores = scores
         self.val_fraction = val_fraction
@@ -140,7 +149,8 @@ class ImageData(ImageModule):
     def identity(self) -> dict[str, str]:
         """Return all that items depend on, by name. ``data`` and ``annotations`` are hashes of the contents."""
         dataset = self._opened()
-        annotations = json.dumps([self.class_names, dataset.labels, dataset.captions])
+        captions = [self.captions_of(index) for index in range(len(dataset))]
+        annotations = json.dumps([self.class_names, dataset.labels, captions])
         found = {
             "data": self._digest("images"),
             "annotations": hashlib.sha256(annotations.encode()).hexdigest(),
@@ -152,17 +162,25 @@ class ImageData(ImageModule):
         if "condition" in self.roles:
             found["conditions"] = self._digest("conditions")
         own = [None if one.about.view is None else one.about.view.identity(self.seed) for one in self._sets]
+        found["variants"] = str(self.pixel_variants)
         if any(own):
-            found["variants"] = str(self.variants)
             found["views"] = json.dumps(own)
         return found
+
+    def captions_of(self, index: int) -> list[str]:
+        """Return all variants of the captions of an image; none without captions."""
+        dataset = self._opened()
+        if dataset.captions is None:
+            return []
+        return [dataset.caption(index, number) for number in range(dataset.caption_variants)]
 
     def _digest(self, kind: Literal["images", "masks", "conditions"]) -> str:
         """Return a hash of the contents of all images, masks or conditions."""
         parts = []
         for one in self._sets:
             store = getattr(one, kind)
-            parts.append([one.about.mask == ALPHA, None if store is None else store.digests.tobytes().hex()])
+            opacity = kind == "masks" and one.about.mask == ALPHA
+            parts.append([opacity, None if store is None else store.digests.tobytes().hex()])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
@@ -199,6 +217,8 @@ class ImageData(ImageModule):
         drop_single_class(every)
         labels, self.class_names = classes_of(sets)
         captions = collected(every, "captions")
+        if captions is None and self.variants > self.pixel_variants:
+            raise refusal("ImageData", "caption_rules.variants", "1 for images without captions", self.caption_rules)
         shapes = []
         for one in every:
             offered = (one.about.view or self.view).shapes()
@@ -214,6 +234,7 @@ class ImageData(ImageModule):
         """Open the images of "train", "val" or "test"."""
         split = getattr(self.splits, part)
         named = _sets_of(getattr(self, part))
+        named = [replace(one, caption_rules=one.caption_rules or self.caption_rules) for one in named]
         return [open_set(one, split, self.columns, self.skip_unreadable, self.cache_dir) for one in named]
 
     def _split(self, sets: dict[str, list[StoredSet]]) -> None:

@@ -227,7 +227,8 @@ class LatentData(KeyedModule):
         # The hashes of large encoders take seconds.
         if self._identity is None:
             encoders = self.encoders()
-            parts = (self.images.train_index, self.images.val_index, self.images.test_index)
+            # Repeats are no content.
+            parts = (sorted(set(self.images.train_index)), self.images.val_index, self.images.test_index)
             self._identity = {
                 "version": VERSION,
                 "autoencoder": encoders.codec.fingerprint(),

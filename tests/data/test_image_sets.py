@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from lit_efficient import (
     AspectBuckets,
     AutoencoderConfig,
+    CaptionRules,
     DiTConfig,
     ImageData,
     ImageSet,
@@ -19,11 +20,13 @@ from lit_efficient import (
     LatentData,
     LatentDiffusion,
     Samples,
+    TextEncoderConfig,
 )
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.tasks.autoencoding import Autoencoding
+from lit_efficient.tasks.latent_source import with_posterior
 from tests import support
-from tests.data.images.image_kit import number_of, write
+from tests.data.images.image_kit import number_of, write, write_metadata
 
 VIEW = ImageView(32, buckets=AspectBuckets(8, 2.0), crop="random", horizontal_flip=True, variants=6)
 
@@ -194,6 +197,127 @@ def latents(tmp_path, **arguments):
     return data
 
 
+RULES = CaptionRules(variants=4, shuffle=True, keep=1, dropout=0.25)
+WORDS = TextEncoderConfig(
+    config_fields={
+        "model_type": "clip_text_model",
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 40,
+    },
+    max_length=40,
+)
+
+
+def of_all_roles(tmp_path, cached=True, seed=0, val_fraction=0.2, **changed):
+    """Return latents of a set with everything, and of class images."""
+    given = {"mask": str(tmp_path / "masks"), "condition": str(tmp_path / "conditions"), "trigger": "sks"}
+    given |= {"captions": str(tmp_path / "texts"), "caption_rules": RULES, "repeats": 4}
+    given |= {"view": ImageView(16, horizontal_flip=True, variants=2)}
+    prior = ImageSet(
+        str(tmp_path / "class"), role="prior", prompt="a thing", condition=str(tmp_path / "class"), weight=0.5
+    )
+    sets = [ImageSet(**{"images": str(tmp_path / "images")} | given | changed), prior]
+    images = ImageData(sets, view=ImageView(16), batch_size=5, val_fraction=val_fraction, seed=seed)
+    autoencoder = AutoencoderConfig(image_channels=3, latent_channels=2, width=8)
+    data = LatentData(images, autoencoder, WORDS, folder=str(tmp_path / "cache"), cached=cached)
+    data.images.prepare_data()
+    data.images.setup("fit")
+    return data
+
+
+def files_of_all_roles(tmp_path):
+    painted(tmp_path)
+    write(tmp_path / "class", ["7.png", "8.png"])
+    (tmp_path / "texts").mkdir()
+    for number in range(6):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"a {number}, blue, red, round")
+    return tmp_path
+
+
+def test_a_cache_holds_masks_conditions_and_the_variants_of_captions(tmp_path):
+    files_of_all_roles(tmp_path)
+    data = of_all_roles(tmp_path)
+    data.write_cache(shard_rows=3, batch_size=2)
+    data.prepare_data()
+    data.setup("fit")
+    live = of_all_roles(tmp_path, cached=False)
+    live.setup("fit")
+    live.codec.mean, live.codec.std = data.codec.mean, data.codec.std
+    assert data.variants == 8
+    captions = set()
+    for epoch in range(12):
+        loaders = [data.train_dataloader(), live.train_dataloader()]
+        for loader in loaders:
+            loader.sampler.set_epoch(epoch)
+        for cached, images in zip(*loaders, strict=True):
+            encoded = with_posterior(images, live.codec)
+            assert cached["captions"] == images["captions"]
+            captions |= set(cached["captions"])
+            for name in ("mean", "logvar"):
+                torch.testing.assert_close(cached[name], encoded[name], rtol=0, atol=1e-6)
+            for name in ("mask", "condition", "loss_weight", "index", "variant", "sizes"):
+                assert torch.equal(cached[name], encoded[name])
+            text, mask, _ = live.text_encoder.encode(cached["captions"])
+            torch.testing.assert_close(cached["text"], text)
+            assert torch.equal(cached["text_mask"], mask)
+    assert "" in captions
+    assert len(captions) > 10
+
+
+STALE = {
+    "images.masks": [{"mask": None}, "masks/1.png"],
+    "images.conditions": ["conditions/1.jpg"],
+    "images.data": ["images/1.png"],
+    "images.annotations": [
+        "texts/1.txt",
+        {"trigger": "other"},
+        {"caption_rules": CaptionRules(variants=4, shuffle=True, keep=2, dropout=0.25)},
+        {"caption_rules": CaptionRules(variants=3, shuffle=True, keep=1, dropout=0.25)},
+        {"caption_rules": CaptionRules(variants=4, shuffle=True, keep=1)},
+        {"seed": 5},  # of the tags' order
+    ],
+    "images.views": [{"view": ImageView(16, crop="random", variants=2)}, {"view": None}],
+    "images.variants": [{"view": ImageView(16)}],
+    "split": [{"val_fraction": 0.5}],
+}
+
+
+@pytest.mark.turns(4, family="stale")
+@pytest.mark.parametrize(("entry", "change"), [(entry, change) for entry in STALE for change in STALE[entry]])
+def test_a_cache_of_other_settings_or_files_is_refused(tmp_path, entry, change):
+    files_of_all_roles(tmp_path)
+    of_all_roles(tmp_path).write_cache()
+    if isinstance(change, dict):
+        data = of_all_roles(tmp_path, **change)
+    else:
+        file = tmp_path / change
+        if file.suffix == ".txt":
+            file.write_text("another")
+        else:
+            Image.open(file).transpose(Image.Transpose.ROTATE_180).save(file)
+        data = of_all_roles(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"  {entry}: the cache has"):
+        data.prepare_data()
+
+
+def test_weights_and_repeats_need_no_other_cache(tmp_path):
+    files_of_all_roles(tmp_path)
+    of_all_roles(tmp_path).write_cache()
+    data = of_all_roles(tmp_path, weight=3.0, repeats=2)
+    data.prepare_data()
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    own = [w for b in batches for w, i in zip(b["loss_weight"].tolist(), b["index"].tolist()) if i < 6]
+    prior = [w for b in batches for w, i in zip(b["loss_weight"].tolist(), b["index"].tolist()) if i >= 6]
+    rows = len(own) + len(prior)
+    assert own == pytest.approx([3.0 * rows / len(own)] * len(own))
+    assert prior == pytest.approx([0.5 * rows / len(prior)] * len(prior))
+    assert len(own) == 2 * (6 - len(data.images.val_index))
+
+
 def step_of(module, batch):
     """Return what a training step gives, and its gradient."""
     torch.manual_seed(3)
@@ -266,3 +390,52 @@ def test_ranks_give_each_image_of_an_incomplete_batch_the_weight_of_a_full_one(t
                 weighted = [weight * losses[index] for weight, (index, _) in zip(part.weights, part)]
                 total += float(sum(weighted) / len(part) / ranks)  # mean over rows, then over processes
         assert total == pytest.approx(float(losses.sum()) / (2 * ranks), rel=1e-5)
+
+
+def test_variants_of_captions_shuffle_tags_after_those_that_are_kept():
+    rules = CaptionRules(variants=40, shuffle=True, keep=1, dropout=0.2)
+    captions = [rules.caption(["one, two,three, four"], "sks", 7, number, 0) for number in range(40)]
+    assert captions[0] == "sks, one, two,three, four"
+    assert captions.count("") in (8, 9)
+    shown = {caption for caption in captions[1:] if caption}
+    assert len(shown) == 6  # all orders of three tags
+    for caption in shown:
+        first, second, *rest = caption.split(", ")
+        assert (first, second, sorted(rest)) == ("sks", "one", ["four", "three", "two"])
+    again = [rules.caption(["one, two,three, four"], "sks", 7, number, 0) for number in range(40)]
+    assert again == captions
+    empty = [
+        [rules.caption(["x"], None, index, number, seed) for number in range(40)].count("")
+        for index in range(100)
+        for seed in range(2)
+    ]
+    assert np.mean(empty) == pytest.approx(8.0, abs=0.1)
+
+
+def test_several_captions_of_an_image_are_lines_or_a_list(tmp_path):
+    write(tmp_path, ["0.png", "1.png"], ["one\ntwo\n\nthree\n", "alone"])
+    data = ready(str(tmp_path), caption_rules=CaptionRules(variants=3, lines="choose"))
+    found = {tuple(data.captions_of(index)) for index in range(2)}
+    assert found == {("one", "two", "three"), ("alone", "alone", "alone")}
+    joined = ready(str(tmp_path))
+    assert {joined.dataset[index, 0]["captions"] for index in range(2)} == {"one two three", "alone"}
+    rows = [{"file_name": f"{n}.png", "text": ["a", "b"] if n else "c"} for n in range(2)]
+    write_metadata(tmp_path, rows)
+    with pytest.raises(ConfigurationError, match=r"up to 2 captions.*Set caption_rules.variants to at least 2"):
+        ready(str(tmp_path))
+    listed = ready(str(tmp_path), caption_rules=CaptionRules(variants=2))
+    assert {tuple(listed.captions_of(index)) for index in range(2)} == {("a", "b"), ("c", "c")}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"shuffle": True}, "variants must be at least 2 for shuffle"),
+        ({"variants": 4, "dropout": 0.9}, "dropout must be at most 0.75 with 4 variants"),
+        ({"keep": 1}, "keep must be 0 without shuffle"),
+        ({"separator": ""}, "separator must be a text that is not empty"),
+    ],
+)
+def test_rules_that_change_nothing_are_refused(wrong, message):
+    with pytest.raises(ConfigurationError, match=message):
+        CaptionRules(**wrong)

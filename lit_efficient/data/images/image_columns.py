@@ -145,12 +145,13 @@ def check_label(value: object, place: str, column: str) -> Label:
     return value  # type: ignore[return-value]
 
 
-def check_caption(value: object, place: str, column: str) -> str:
-    """Return a caption, which may be empty.
+def check_caption(value: object, place: str, column: str) -> list[str]:
+    """Return the captions of an image: one text, which may be empty, or a list of several.
 
     Raises:
-        ConfigurationError: If it is no text.
+        ConfigurationError: If it is neither.
     """
-    if not isinstance(value, str):
-        raise refusal(f"ImageData: {place}", f"the caption in {column!r}", "a text", value)
-    return value
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
+        raise refusal(f"ImageData: {place}", f"the caption in {column!r}", "a text, or a list of texts", value)
+    return found

@@ -51,7 +51,7 @@ class FileTable:
         self.image = ""
         self.labels: list[Label] | None = None
         self.label_names: list[str] | None = None
-        self.captions: list[str] | None = None
+        self.captions: list[list[str]] | None = None
         self.root = root
         self.files = list(files)
         self.note = f"{root}: {len(files)} images"
@@ -174,7 +174,7 @@ class FolderTable(FileTable):
         if self._names_repeats(columns):
             if columns.caption is not None:
                 concepts = [self._about.prompt or _repeated(parts[0])[1] for parts in inside]
-                self.captions = [_text(found) for found in self._caption_files(concepts)]
+                self.captions = [self._texts(found) for found in self._caption_files(concepts)]
             return notes
         if columns.label is not None and all(len(parts) > 1 for parts in inside):
             names = {parts[0] for parts in inside}
@@ -186,9 +186,18 @@ class FolderTable(FileTable):
             defaults = [] if self._about.prompt is None else [self._about.prompt] * len(self)
             captions = self._caption_files(defaults)
             if captions:
-                self.captions = [_text(found) for found in captions]
+                self.captions = [self._texts(found) for found in captions]
                 notes.append(self._note_of(captions))
         return notes
+
+    def _texts(self, caption: Path | str) -> list[str]:
+        """Return the captions in a file, or a given caption. Several lines become one, as in other trainers."""
+        if isinstance(caption, str):
+            return [caption]
+        content = _text_of(caption)
+        if self._about.caption_rules is not None and self._about.caption_rules.lines == "choose":
+            return [" ".join(line.split()) for line in content.splitlines() if line.strip()] or [""]
+        return [" ".join(content.split())]
 
     def _note_of(self, captions: Sequence[Path | str]) -> str:
         """Return a note on where captions come from."""
@@ -299,15 +308,6 @@ def _text_of(file: Path) -> str:
         return file.read_bytes().decode("utf-8-sig")  # keeps the ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"ImageData: {file} cannot be read as UTF-8 text: {error}.") from error
-
-
-def _one_line(file: Path) -> str:
-    """Return the caption in a file. Several lines become one, as in other trainers."""
-    return " ".join(_text_of(file).split())
-
-
-def _text(caption: Path | str) -> str:
-    return caption if isinstance(caption, str) else _one_line(caption)
 
 
 def companions(table: FolderTable, kind: str, named: str, suffixes: Sequence[str]) -> FileTable:

@@ -47,7 +47,7 @@ class SavedTable:
         self.image = _image_column(rows, columns.image, str(path))
         self.labels: list[Label] | None = None
         self.label_names: list[str] | None = None
-        self.captions: list[str] | None = None
+        self.captions: list[list[str]] | None = None
         label = chosen_column("label", columns.label, names, str(path))
         if label is not None:
             self.labels = [check_label(value, self.place(row), label) for row, value in enumerate(rows[label])]
@@ -56,7 +56,7 @@ class SavedTable:
         if caption is not None:
             self.captions = [check_caption(value, self.place(row), caption) for row, value in enumerate(rows[caption])]
             if files and files[0].suffix == ".tar":  # a text file ends with a newline
-                self.captions = [text.strip() for text in self.captions]
+                self.captions = [[text.strip() for text in texts] for texts in self.captions]
         self._folder = path if path.is_dir() else path.parent
         self._rows = _undecoded(rows, self.image)
         self.files = list(files) or [Path(entry["filename"]) for entry in self._rows.cache_files]

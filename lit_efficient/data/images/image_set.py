@@ -11,6 +11,7 @@ Source: Ruiz et al. (2022), https://arxiv.org/abs/2208.12242.
 from dataclasses import dataclass
 from typing import Literal
 
+from lit_efficient.data.images.caption_rules import CaptionRules
 from lit_efficient.data.images.image_view import ImageView
 from lit_efficient.errors import check_choice, check_number, checks_types, refusal
 
@@ -36,6 +37,7 @@ class ImageSet:
         repeats: Number of times that an epoch shows each image.
         weight: Weight of the images in the loss; for ``prior`` the weight of the prior.
         view: Crops and flips of this set. null: ``view`` of ``ImageData``.
+        caption_rules: Variants of the captions. null: ``caption_rules`` of ``ImageData``.
         mask: Weight of each pixel in the loss, from black (0) to white (1): a folder; ``alpha``, the opacity of the
             images; ``masklabel``, files beside the images; or of a table, a column.
         condition: Images that a network gets as a condition: a folder; ``condlabel``, files beside the images; or of a
@@ -50,6 +52,7 @@ class ImageSet:
     repeats: int = 1
     weight: float = 1.0
     view: ImageView | None = None
+    caption_rules: CaptionRules | None = None
     mask: str | None = None
     condition: str | None = None
 

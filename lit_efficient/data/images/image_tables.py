@@ -51,7 +51,8 @@ class ImageTable(Protocol):
     labels: list[Label] | None
     label_names: list[str] | None
     """Names of labels that are numbers, if the data set states them."""
-    captions: list[str] | None
+    captions: list[list[str]] | None
+    """Captions of each image."""
     note: str
     """Sentence that says what was recognised."""
 

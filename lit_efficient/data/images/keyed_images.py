@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.data.images.aspect_buckets import Shape
+from lit_efficient.data.images.caption_rules import CaptionRules
 from lit_efficient.data.images.image_columns import Label
 from lit_efficient.data.images.image_folder import FolderTable
 from lit_efficient.data.images.image_pixels import UnreadableImage
@@ -27,7 +28,7 @@ class KeyedImageFiles:
         view: Crops and flips of sets that have none of their own.
         seed: Seed of random crops.
         labels: Number of the class of each image, or None.
-        captions: Caption of each image, or None.
+        captions: Captions of each image, or None.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class KeyedImageFiles:
         view: ImageView,
         seed: int,
         labels: Sequence[int] | None,
-        captions: Sequence[str] | None,
+        captions: Sequence[Sequence[str]] | None,
     ) -> None:
         self.sets = list(sets)
         self.shapes = shapes
         self.views = [one.about.view or view for one in sets]
-        self.variants = max(view.variants for view in self.views)
+        self.pixel_variants = max(view.variants for view in self.views)
+        self.caption_variants = max(rules_of(one).variants for one in sets)
         self.seed = seed
         self.labels = labels
         self.captions = captions
@@ -54,17 +56,18 @@ class KeyedImageFiles:
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
         index, variant = key
-        if not 0 <= variant < self.variants:
-            raise refusal("ImageData", "the variant", f"at least 0 and below {self.variants}", variant)
+        variants = self.pixel_variants * self.caption_variants
+        if not 0 <= variant < variants:
+            raise refusal("ImageData", "the variant", f"at least 0 and below {variants}", variant)
         if not 0 <= index < len(self):
             raise IndexError(f"ImageData holds {len(self)} images; there is no number {index}")
-        number = int(np.searchsorted(self._ends, index, side="right"))
+        number = self._set_of(index)
         found = self.sets[number]
         view = self.views[number]
         row = index - (int(self._ends[number]) - len(found))
         shape = self.shapes[index]
         # A set with fewer variants repeats them.
-        seen = (index, variant % view.variants)
+        seen = (index, variant % self.pixel_variants % view.variants)
         content = found.images.read(row)
         images = _looked(view.look, found.images.place(row), content, shape, seen, self.seed)
         height, width = found.images.sizes[row].tolist()
@@ -73,7 +76,7 @@ class KeyedImageFiles:
         if self.labels is not None:
             item["labels"] = self.labels[index]
         if self.captions is not None:
-            item["captions"] = self.captions[index]
+            item["captions"] = self.caption(index, variant // self.pixel_variants)
         if found.masks is not None:
             mask, place = found.companion("masks", row)
             item["mask"] = _looked(view.look_mask, place, mask, shape, seen, self.seed)
@@ -85,6 +88,20 @@ class KeyedImageFiles:
             condition, place = found.companion("conditions", row)
             item["condition"] = _looked(view.look, place, condition, shape, seen, self.seed)
         return item
+
+    def caption(self, index: int, number: int) -> str:
+        """Return a variant of the captions of an image."""
+        assert self.captions is not None
+        about = self.sets[self._set_of(index)]
+        return rules_of(about).caption(self.captions[index], about.about.trigger, index, number, self.seed)
+
+    def _set_of(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, side="right"))
+
+
+def rules_of(one: StoredSet) -> CaptionRules:
+    """Return the rules for the captions of a set."""
+    return one.about.caption_rules or CaptionRules()
 
 
 def _looked(look: Callable[..., Tensor], place: str, *arguments: object) -> Tensor:
@@ -190,16 +207,20 @@ def collected(sets: Sequence[StoredSet], kind: Literal["labels", "captions"]) ->
     return values if having else None
 
 
-def _prompted(captions: list[str] | None, one: StoredSet) -> list[str] | None:
-    """Return captions with the trigger of their set in front, or its prompt if there are none."""
-    if captions is None and one.about.prompt is not None:
-        captions = [one.about.prompt] * len(one)
-    trigger = one.about.trigger
-    if trigger is None:
-        return captions
-    if captions is None:
-        return [trigger] * len(one)
-    return [f"{trigger}, {caption}" if caption else trigger for caption in captions]
+def _prompted(captions: list[list[str]] | None, one: StoredSet) -> list[list[str]] | None:
+    """Return captions; if there are none, the prompt of their set, or nothing but its trigger."""
+    prompt = one.about.prompt
+    if prompt is None and one.about.trigger is not None:
+        prompt = ""
+    if captions is None and prompt is not None:
+        captions = [[prompt] for _ in range(len(one))]
+    most = max(map(len, captions or [[]]))
+    if most > rules_of(one).variants:
+        raise ConfigurationError(
+            f"ImageData: images of {one.about.images} have up to {most} captions, of which caption_rules.variants = "
+            f"{rules_of(one).variants} would show no more. Set caption_rules.variants to at least {most}."
+        )
+    return captions
 
 
 def classes_of(sets: Mapping[str, Sequence[StoredSet]]) -> tuple[list[int] | None, list[str]]:

@@ -72,6 +72,16 @@ def encode_rows(mean: Tensor, logvar: Tensor | None, format: Format, dtype: Stor
     return {"mean": mean.to(kind), "logvar": logvar.to(kind)}
 
 
+def encode_pixels(images: Tensor) -> Tensor:
+    """Return 8-bit images in [-1, 1] as uint8, without a loss."""
+    return ((images + 1.0) * 127.5).round().to(torch.uint8)
+
+
+def decode_pixels(codes: Tensor) -> Tensor:
+    """Return the images of `encode_pixels`, float32 in [-1, 1]."""
+    return codes.float() / 127.5 - 1.0
+
+
 def decode_row(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a stored row in float32: ``mean`` and ``logvar``, or ``latents``, each [c, h, w]."""
     if "scale" in row:

@@ -1,14 +1,16 @@
 """Cache of encoded images on disk, memory-mapped, and found by (dataset index, variant).
 
     shards/00000.safetensors  keys [R, 3] (index, variant, label), mean and logvar [R, c, h, w] or latents (in int8 with
-                              scale and zero [c]), features [R, N, D], captions as bytes, and the end of each caption
+                              scale and zero [c]), features [R, N, D], mask [R, 1, h, w], condition [R, C, H, W] uint8,
+                              captions as bytes, C for each row, and the end of each caption
     text/00000.safetensors    digests [U, 16] of distinct captions, hidden [U, L, D], mask [U, L], pooled [U, P]
-    index.safetensors         places [N, K, 2] (shard, row) and captions [N, K] (row of the text); -1: none
+    index.safetensors         places [N, K, 2] (shard, row) and captions [N, K, C] (row of the text); -1: none
     manifest.json             settings and contents that the cache was made from, statistics of the channels, and the
                               hashes of all files
 
 The latents of a shard have one shape. A shard also holds the keys of its rows, and every read compares a row with its
-key, so a latent never comes with the label of another image. All workers map the same pages. A file is opened when it
+key, so a latent never comes with the label of another image. Variant v of an image has the crop v mod K and the caption
+v // K. All workers map the same pages. A file is opened when it
 is first read.
 
 Costs: opening reads the index (8 bytes for each key); a thorough check reads all files, about 1 s for 1 GB; above 1 GiB
@@ -16,6 +18,7 @@ Costs: opening reads the index (8 bytes for each key); a thorough check reads al
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_efficient.data.latents.latent_format import decode_row
+from lit_efficient.data.latents.latent_format import decode_pixels, decode_row
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import read_json
 from lit_efficient.files.file_hashes import altered_file
@@ -84,7 +87,8 @@ class LatentStore:
         Returns:
             ``mean`` and ``logvar``, or ``latents``, [c, h, w] float32, as the autoencoder gave them (not normalised);
             ``index`` and ``variant``. If they are stored: ``labels``, ``captions``, ``text`` [L, D], ``text_mask`` [L],
-            ``pooled`` [P] and ``features`` [N, D] float32. Text has the number format of its encoder.
+            ``pooled`` [P], ``features`` [N, D], ``mask`` [1, h, w] and ``condition`` [C, H, W] float32. Text has the
+            number format of its encoder.
 
         Raises:
             ConfigurationError: If the key was not encoded.
@@ -93,27 +97,33 @@ class LatentStore:
         opened = self._open(INDEX)
         # NumPy reads a single number ten times faster than torch.
         places = opened["places"].numpy()
-        if not _holds(places, index, variant):
+        texts = opened["captions"].numpy()
+        crop = variant % places.shape[1]
+        number = variant // places.shape[1]
+        if not _holds(places, index, crop) or not 0 <= number < texts.shape[2]:
             raise ConfigurationError(
                 f"The latent cache {self.folder} has no image (index {index}, variant {variant}): it holds "
                 f"{places.shape[0]} images, {places.shape[1]} variants of the training images and variant 0 of the "
                 f"others. Make it again for these settings: {COMMAND} --overwrite"
             )
-        shard, row = places[index, variant].tolist()
+        shard, row = places[index, crop].tolist()
         stored = read_row(self._open(shard_name(shard)), row)
         # The key is stored beside each row: a mixed-up index would pair a latent with the label of another image.
         *found, label = stored["keys"].tolist()
-        self._check_same(found, [index, variant], f"row {row} of shard {shard}")
+        self._check_same(found, [index, crop], f"row {row} of shard {shard}")
         item: dict[str, Any] = {**decode_row(stored), "index": index, "variant": variant}
         if self.manifest["labels"]:
             item["labels"] = label
-        if "sizes" in stored:
-            item["sizes"] = stored["sizes"]
+        for name in ("sizes", "mask"):
+            if name in stored:
+                item[name] = stored[name]
+        if "condition" in stored:
+            item["condition"] = decode_pixels(stored["condition"])
         if "features" in stored:
             item["features"] = stored["features"].float()
         if "captions" in stored:
-            item["captions"] = stored["captions"]
-            item |= self._text(stored["captions"], int(opened["captions"].numpy()[index, variant]))
+            item["captions"] = stored["captions"][number]
+            item |= self._text(item["captions"], int(texts[index, crop, number]))
         return item
 
     def _text(self, caption: str, number: int) -> dict[str, Tensor]:
@@ -156,15 +166,17 @@ def open_shard(path: Path) -> dict[str, Tensor]:
 
 
 def read_row(shard: Mapping[str, Tensor], row: int) -> dict[str, Any]:
-    """Return a copy of one row of a shard. ``scale`` and ``zero`` are those of all rows; the caption is a text."""
+    """Return a copy of one row of a shard. ``scale`` and ``zero`` are those of all rows; ``captions`` are texts."""
     stored: dict[str, object] = {}
     for name, values in shard.items():
         if name in ("scale", "zero"):
             stored[name] = values
         elif name == "captions":
             ends = shard["caption_ends"]
-            begin = int(ends[row - 1]) if row else 0
-            stored[name] = values[begin : int(ends[row])].numpy().tobytes().decode()
+            several = len(ends) // len(shard["keys"])
+            first = row * several
+            edges = [int(ends[first - 1]) if first else 0, *ends[first : first + several].tolist()]
+            stored[name] = [values[a:b].numpy().tobytes().decode() for a, b in itertools.pairwise(edges)]
         elif name != "caption_ends":
             stored[name] = values[row].clone()
     return stored

@@ -23,7 +23,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.images.image_source import ImageSource, collate_images
-from lit_efficient.data.latents.latent_format import Format, Moments, StoredDtype, decode_row, encode_rows
+from lit_efficient.data.latents.latent_format import (
+    Format,
+    Moments,
+    StoredDtype,
+    decode_row,
+    encode_pixels,
+    encode_rows,
+)
 from lit_efficient.data.latents.latent_store import (
     INDEX,
     MANIFEST,
@@ -75,7 +82,11 @@ class Encoders:
         """Return a batch without its images, but with ``mean``, ``logvar`` and ``features`` on the CPU."""
         images = batch["images"].to(device)
         mean, logvar = self.codec.moments(images)
-        rows = {name: value for name, value in batch.items() if name != "images"}
+        rows = {name: value for name, value in batch.items() if name not in ("images", "mask", "condition")}
+        if "mask" in batch:
+            rows["mask"] = self.codec.shrink_mask(batch["mask"])
+        if "condition" in batch:
+            rows["condition"] = encode_pixels(batch["condition"])
         rows["mean"] = mean.cpu()
         if logvar is not None:
             rows["logvar"] = logvar.cpu()
@@ -85,12 +96,17 @@ class Encoders:
         return rows
 
 
+def pixel_variants(images: ImageSource) -> int:
+    """Return the number of crop and flip variants. ``variants`` also counts the captions of each of them."""
+    return int(getattr(images, "pixel_variants", images.variants))
+
+
 def plan_shards(images: ImageSource, rows: int) -> list[list[Key]]:
     """Return the keys of each shard: all variants of training images, variant 0 of the others; one shape per shard."""
     train = set(images.train_index)
     shapes: dict[tuple[int, int], list[Key]] = {}
     for index in sorted({*train, *images.val_index, *images.test_index}):
-        variants = images.variants if index in train else 1
+        variants = pixel_variants(images) if index in train else 1
         shapes.setdefault(images.bucket_of(index), []).extend((index, variant) for variant in range(variants))
     shards: list[list[Key]] = []
     for _, keys in sorted(shapes.items()):
@@ -346,12 +362,20 @@ class _Build:
         labels = rows.get("labels", torch.full((len(keys),), -1))
         tensors = encode_rows(rows["mean"], rows.get("logvar"), self.encoders.format, self.encoders.dtype)
         tensors["keys"] = torch.cat([keys, labels[:, None]], dim=1)
-        for name in ("features", "sizes"):
+        for name in ("features", "sizes", "mask", "condition"):
             if name in rows:
                 tensors[name] = rows[name]
         if "captions" in rows:
-            tensors |= _packed(rows["captions"])
+            tensors |= _packed(self._variants_of(rows["captions"], keys[:, 0].tolist()))
         save_tensors(self.folder / shard_name(number), tensors)
+
+    def _variants_of(self, captions: list[str], index: list[int]) -> list[str]:
+        """Return all variants of the captions of some rows, those of the first row first."""
+        # Other sources have one caption for each image.
+        captions_of = getattr(self.images, "captions_of", None)
+        if captions_of is None:
+            return captions
+        return [caption for number in index for caption in captions_of(number)]
 
     def _write_texts(self, number: int, captions: list[str]) -> None:
         assert self.encoders.text is not None
@@ -363,9 +387,10 @@ class _Build:
 
     def _index(self, texts: list[str]) -> dict[str, Tensor]:
         """Return the place of each key, and the number of its caption."""
-        shape = (len(self.images.dataset), self.images.variants)
-        places = torch.full((*shape, 2), -1, dtype=torch.int32)
-        captions = torch.full(shape, -1, dtype=torch.int32)
+        count, variants = len(self.images.dataset), pixel_variants(self.images)
+        places = torch.full((count, variants, 2), -1, dtype=torch.int32)
+        several = self.images.variants // variants
+        captions = torch.full((count, variants, several), -1, dtype=torch.int32)
         numbers = {caption: number for number, caption in enumerate(texts)}
         for shard in range(len(self.plan)):
             index, variant = self._keys(shard).T
@@ -373,7 +398,7 @@ class _Build:
             places[index, variant] = torch.stack([torch.full_like(rows, shard), rows], dim=1).int()
             if numbers:
                 found = [numbers[caption] for caption in self._captions(shard)]
-                captions[index, variant] = torch.tensor(found, dtype=torch.int32)
+                captions[index, variant] = torch.tensor(found, dtype=torch.int32).view(-1, several)
         return {"places": places, "captions": captions}
 
     def _psnr(self) -> float:
@@ -389,7 +414,7 @@ class _Build:
         return 10.0 * math.log10(4.0 / max(sum(errors) / len(errors), 1e-12))
 
     def _captions(self, number: int) -> list[str]:
-        """Return the captions of the rows of a shard."""
+        """Return the captions of the rows of a shard, with all variants."""
         shard = open_shard(self.folder / shard_name(number))
         data = shard["captions"].numpy().tobytes()
         captions = []
