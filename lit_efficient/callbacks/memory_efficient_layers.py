@@ -196,7 +196,7 @@ class MemoryEfficientLayers(Technique):
         else:
             how = "recomputed by torch"
         saved = "read and write less"  # all of them in recomputed blocks
-        details: dict[str, object] = {}
+        details: dict[str, float | int | str] = {}
         if before:
             saved = f"save {format_bytes(less)} less per token"
             details = {"bytes_per_token": before // _ROWS, "bytes_per_token_saved": less}
