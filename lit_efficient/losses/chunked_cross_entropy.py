@@ -32,7 +32,9 @@ from lit_efficient.surgery import autocast_dtype
 _WHO = "chunked_cross_entropy"
 CHUNK_SIZE = 256  # tokens on a CPU, measured by benchmarks/cross_entropy.py
 _VOCABULARY = 2**17  # assumed where the vocabulary is unknown; it only affects the size of a chunk
-_LOGITS = 2**30  # bytes of the float32 logits of one chunk on a GPU
+# Bytes of the float32 logits of one chunk on a GPU, for a head that trains and for a frozen one.
+_LOGITS = 2**30
+_LOGITS_OF_FROZEN = 2**28
 REDUCTIONS = ("mean", "sum", "none")
 BACKENDS = ("auto", "torch", "liger")
 
@@ -252,11 +254,13 @@ def _reduced_loss(
     flat = labels.reshape(-1)
     autocast = autocast_dtype(hidden.device)
     logits_dtype = wide if wide == torch.float64 else autocast or hidden.dtype
+    tokens = len(flat) if learned is None else learned
+    trains_head = any(parameter.requires_grad for parameter in parameters)
     sweep = _CrossEntropySweep(
         make_head=make_head,
         labels=flat,
         terms=terms,
-        chunk_size=chunk_size or chunk_size_of(hidden.device, vocabulary, len(flat) if learned is None else learned),
+        chunk_size=chunk_size or chunk_size_of(hidden.device, vocabulary, tokens, trains=trains_head),
         weights=weights,
         autocast=autocast,
         trains=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *parameters)),
@@ -279,22 +283,25 @@ def _reduced_loss(
     return losses / torch.where(total == 0, 1, total)
 
 
-def chunk_size_of(device: torch.device, vocabulary: int, tokens: int) -> int:
+def chunk_size_of(device: torch.device, vocabulary: int, tokens: int, *, trains: bool) -> int:
     """Return the number of tokens in a chunk: 256 on a CPU, and on a GPU as many as have 1 GiB of float32 logits.
 
     On a CPU the logits of a small chunk stay in the cache. On a GPU few large chunks are better: each chunk reads the
     gradient of the head, adds to it and writes it back, which moves 12 V H bytes in float32 (product included). For
     N = 8,192 tokens, V = 128,256 and H = 4,096 that is 6.3 GB a chunk: 202 GB for 32 chunks of 256, and 25 GB for four
-    chunks of 2,048. At 3 TB/s these take 67 and 8 ms. These are estimates, not measurements on a GPU.
+    chunks of 2,048. At 3 TB/s these take 67 and 8 ms. A frozen head has no gradient, so its chunks are smaller: as many
+    tokens as have 256 MiB of logits. These are estimates, not measurements on a GPU.
 
     Args:
         device: Device of the hidden states.
         vocabulary: V.
         tokens: N. A chunk is never larger.
+        trains: Whether the head has a gradient.
     """
     if kind_of(device) == "cpu":
         return CHUNK_SIZE
-    fitting = max(CHUNK_SIZE, _LOGITS // (4 * vocabulary))
+    most = _LOGITS if trains else _LOGITS_OF_FROZEN
+    fitting = max(CHUNK_SIZE, most // (4 * vocabulary))
     chunks = -(-max(tokens, 1) // fitting)
     return -(-max(tokens, 1) // chunks)  # chunks of about equal size
 

@@ -158,8 +158,12 @@ class _LossRequest:
         """
         hidden = hidden.reshape(-1, hidden.shape[-1])
         tokens = len(hidden) if self.learned is None else self.learned
+        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        chunk_size = self.settings.chunk_size
+        if chunk_size is None:
+            chunk_size = chunk_size_of(hidden.device, vocabulary_of(head), tokens, trains=bool(trained))
         options: dict[str, Any] = {
-            "chunk_size": self.settings.chunk_size or chunk_size_of(hidden.device, vocabulary_of(head), tokens),
+            "chunk_size": chunk_size,
             "reduction": self.reduction,
             "backend": self.settings.backend,
             "learned": self.learned,
@@ -167,7 +171,6 @@ class _LossRequest:
         plain = plain_linear(head, call)
         if plain is not None:
             return chunked_cross_entropy(hidden, plain.weight, self.labels, plain.bias, **options, **vars(self.terms))
-        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         return chunked_head_cross_entropy(call, hidden, self.labels, trained, self.terms, **options)
 
 

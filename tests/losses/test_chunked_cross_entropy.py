@@ -407,11 +407,12 @@ def test_what_comes_from_a_sum_is_known_to_be_alike():
 
 def test_a_gpu_has_fewer_and_larger_chunks():
     cuda = torch.device("cuda")
-    assert chunk_size_of(torch.device("cpu"), 128_256, 8192) == 256
-    assert chunk_size_of(cuda, 128_256, 8192) == 2048
-    assert chunk_size_of(cuda, 32_000, 8192) == 8192
-    assert chunk_size_of(cuda, 10**8, 8192) == 256
-    assert chunk_size_of(cuda, 50, 0) == 1
+    assert chunk_size_of(torch.device("cpu"), 128_256, 8192, trains=True) == 256
+    assert chunk_size_of(cuda, 128_256, 8192, trains=True) == 2048
+    assert chunk_size_of(cuda, 32_000, 8192, trains=True) == 8192
+    assert chunk_size_of(cuda, 10**8, 8192, trains=True) == 256
+    assert chunk_size_of(cuda, 50, 0, trains=True) == 1
+    assert chunk_size_of(cuda, 128_256, 8192, trains=False) == 512  # a frozen head has no gradient to add to
 
 
 def test_of_a_chunk_live_its_product_and_its_numbers_alone():
@@ -430,6 +431,6 @@ def test_a_plan_for_cuda_takes_a_gpu_s_chunks(monkeypatch):
     for there in (True, False):
         monkeypatch.setattr("lit_efficient.losses.liger_cross_entropy.installed", lambda there=there: there)
         with as_cuda():
-            assert chunk_size_of(cpu, 128_256, 8192) == 2048
+            assert chunk_size_of(cpu, 128_256, 8192, trains=True) == 2048
             assert takes_liger("auto", cpu, torch.bfloat16, TokenLoss()) is there
         assert not takes_liger("auto", cpu, torch.bfloat16, TokenLoss())
