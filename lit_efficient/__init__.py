@@ -182,6 +182,7 @@ PUBLIC: dict[str, str] = {
     "ImageColumns": "data.images.image_columns",
     "ImageSet": "data.images.image_set",
     "CaptionRules": "data.images.caption_rules",
+    "ClassImages": "data.images.class_images",
     "ImageScores": "data.images.image_judge",
     "ImageSplits": "data.images.image_tables",
     "ImageView": "data.images.image_view",

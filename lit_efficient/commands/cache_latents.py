@@ -59,6 +59,7 @@ def _cache(options: argparse.Namespace, rest: list[str], rank: int, count: int) 
         data = build_data(rest, "cache-latents")
         if not isinstance(data, LatentData):
             raise refusal("cache-latents", "the config's data", "LatentData", type(data).__name__)
+        data.tell_network()
         if rank == 0:
             data.images.prepare_data()
         ranks.wait()

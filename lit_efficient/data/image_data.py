@@ -128,11 +128,12 @@ class ImageData(ImageModule):
         self.preload = preload
         self.roles: tuple[str, ...] = ()
         self.loss_weights: np.ndarray | None = None
+        self.network: object = None  # description of the trained network, whose pipeline makes class images
         self._sets: list[StoredSet] = []
         self._judge: ImageJudge | None = None
 
     def prepare_data(self) -> None:
-        self._open()
+        self._open(makes=True)
         for one in self._sets:
             one.images.log_findings()
         self._log_shapes()
@@ -208,10 +209,11 @@ class ImageData(ImageModule):
             self._judge.set_real_images(dataset[(real[place], 0)]["images"] for place in places)
         return self._judge.distances(images)
 
-    def _open(self) -> None:
+    def _open(self, makes: bool = False) -> None:
+        """Open all images. ``makes`` makes the class images that do not exist."""
         if self._sets:
             return
-        sets = {part: self._sets_of_part(part) for part in ("train", "val", "test")}
+        sets = {part: self._sets_of_part(part, makes) for part in ("train", "val", "test")}
         every = [one for listed in sets.values() for one in listed]
         # Over all parts together: with one class in each of train and val there are still two classes.
         drop_single_class(every)
@@ -230,12 +232,33 @@ class ImageData(ImageModule):
         # Set last, so that after an error everything is opened again.
         self._sets = every
 
-    def _sets_of_part(self, part: str) -> list[StoredSet]:
+    def _sets_of_part(self, part: str, makes: bool) -> list[StoredSet]:
         """Open the images of "train", "val" or "test"."""
-        split = getattr(self.splits, part)
-        named = _sets_of(getattr(self, part))
-        named = [replace(one, caption_rules=one.caption_rules or self.caption_rules) for one in named]
-        return [open_set(one, split, self.columns, self.skip_unreadable, self.cache_dir) for one in named]
+        found = []
+        for named in _sets_of(getattr(self, part)):
+            about = replace(named, caption_rules=named.caption_rules or self.caption_rules)
+            opened = []
+            if about.images is not None:
+                opened.append(self._opened_set(replace(about, generate=None), part))
+            missing = 0 if about.generate is None else about.generate.number - sum(map(len, opened))
+            if missing > 0:
+                opened.append(self._opened_set(self._with_class_images(about, missing, makes), part))
+            found += opened
+        return found
+
+    def _opened_set(self, about: ImageSet, part: str) -> StoredSet:
+        return open_set(about, getattr(self.splits, part), self.columns, self.skip_unreadable, self.cache_dir)
+
+    def _with_class_images(self, about: ImageSet, number: int, makes: bool) -> ImageSet:
+        """Return a set of class images from a pipeline. ``makes`` makes those that do not exist."""
+        assert about.generate is not None
+        assert about.prompt is not None
+        trained = self.network or getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
+        side = (about.view or self.view).resolution
+        folder = about.generate.folder(trained, about.prompt, side, self.cache_dir)
+        if makes:
+            about.generate.make(folder, number, trained, about.prompt, side)
+        return replace(about, images=str(folder), captions=None, generate=replace(about.generate, number=number))
 
     def _split(self, sets: dict[str, list[StoredSet]]) -> None:
         """Set the indices of the three parts."""

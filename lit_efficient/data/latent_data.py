@@ -164,6 +164,7 @@ class LatentData(KeyedModule):
 
     def prepare_data(self) -> None:
         """Check the whole cache, or make it. One process does it."""
+        self.tell_network()
         self.images.prepare_data()
         if not self.cached:
             return
@@ -174,7 +175,14 @@ class LatentData(KeyedModule):
         else:
             self._open(thorough=True)
 
+    def tell_network(self) -> None:
+        """Tell the images which network is trained: its pipeline makes their class images."""
+        if hasattr(self.images, "network"):
+            trained = None if self.trainer is None else getattr(self.trainer.lightning_module, "backbone", None)
+            self.images.network = self.backbone or trained
+
     def setup(self, stage: str) -> None:
+        self.tell_network()
         self.images.setup(stage)
         encoders = self.encoders()
         self.text_encoder = encoders.text

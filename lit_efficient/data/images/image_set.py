@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lit_efficient.data.images.caption_rules import CaptionRules
+from lit_efficient.data.images.class_images import ClassImages
 from lit_efficient.data.images.image_view import ImageView
 from lit_efficient.errors import check_choice, check_number, checks_types, refusal
 
@@ -29,7 +30,7 @@ class ImageSet:
     image.
 
     Args:
-        images: Images, named as ``train`` of ``ImageData``.
+        images: Images, named as ``train`` of ``ImageData``. null: those of ``generate`` alone.
         role: ``train``, or ``prior`` for class images of prior preservation, of which none is held out.
         captions: Folder of .txt files with the names of the images. null: they are beside the images, or in a column.
         prompt: Caption of images that have none.
@@ -40,11 +41,12 @@ class ImageSet:
         caption_rules: Variants of the captions. null: ``caption_rules`` of ``ImageData``.
         mask: Weight of each pixel in the loss, from black (0) to white (1): a folder; ``alpha``, the opacity of the
             images; ``masklabel``, files beside the images; or of a table, a column.
+        generate: Class images that a pipeline makes for ``prompt`` where ``images`` has too few, for ``prior``.
         condition: Images that a network gets as a condition: a folder; ``condlabel``, files beside the images; or of a
             table, a column.
     """
 
-    images: str
+    images: str | None = None
     role: Role = "train"
     captions: str | None = None
     prompt: str | None = None
@@ -55,11 +57,19 @@ class ImageSet:
     caption_rules: CaptionRules | None = None
     mask: str | None = None
     condition: str | None = None
+    generate: ClassImages | None = None
 
     def __post_init__(self) -> None:
         check_choice("ImageData", "train.role", self.role, ("train", "prior"))
         check_number("ImageData", "train.repeats", self.repeats, least=1, whole=True)
         check_number("ImageData", "train.weight", self.weight, above=0)
+        if self.images is None and self.generate is None:
+            raise refusal("ImageData", "train.images", "a folder or a file, without generate", None)
+        if self.generate is not None:
+            fits = self.role == "prior" and self.prompt is not None and self.mask is None and self.condition is None
+            if not fits:
+                allowed = "null, except for role: prior with a prompt, and without mask and condition"
+                raise refusal("ImageData", "train.generate", allowed, self.generate)
         for name in ("images", "captions", "trigger", "mask", "condition"):
             if getattr(self, name) == "":
                 raise refusal("ImageData", f"train.{name}", "null or a text that is not empty", "")

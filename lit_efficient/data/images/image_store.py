@@ -136,8 +136,9 @@ def open_set(
     Raises:
         ConfigurationError: If there are no such images, or one cannot be read or does not fit.
     """
-    about = replace(about, images=local_images(about.images, cache_dir))
-    root = Path(about.images).expanduser()
+    name = local_images(str(about.images), cache_dir)
+    about = replace(about, images=name)
+    root = Path(name).expanduser()
     table = open_table(about, split, columns, cache_dir)
     found = StoredSet(about, StoredImages(table, root, skip_unreadable, cache_dir))
     for kind, named in (("mask", about.mask), ("condition", about.condition)):

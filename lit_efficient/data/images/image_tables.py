@@ -78,7 +78,7 @@ def open_table(about: ImageSet, split: str, columns: ImageColumns, cache_dir: st
     Raises:
         ConfigurationError: If there is no such table, it is empty, or a column is missing.
     """
-    name = about.images
+    name = str(about.images)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix in (".parquet", ".arrow", ".tar"):
         return SavedTable(path, split, columns, [path], cache_dir)
@@ -93,6 +93,9 @@ def open_table(about: ImageSet, split: str, columns: ImageColumns, cache_dir: st
         return SavedTable(path, split, columns)
     files = [file for file in _files_in(path) if not _belongs_to_set(file, about)]
     found = {"images": [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]}
+    if about.generate is not None:
+        # The folder may hold more, from a run that asked for more.
+        found["images"] = found["images"][: about.generate.number]
     for suffix in (".parquet", ".arrow", ".tar"):
         found[suffix] = [file for file in files if file.suffix == suffix]
     kinds = [kind for kind, listed in found.items() if listed]
@@ -133,7 +136,7 @@ def open_companions(
 def _belongs_to_set(file: Path, about: ImageSet) -> bool:
     """Return whether a file is in the folder of the masks, conditions or captions of a set."""
     named = [Path(name).expanduser() for name in (about.mask, about.condition, about.captions) if name is not None]
-    root = Path(about.images).expanduser()
+    root = Path(str(about.images)).expanduser()
     return any(folder != root and folder in file.parents for folder in named)
 
 
