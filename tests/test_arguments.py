@@ -31,9 +31,10 @@ MOST = 10
 # torch's optimizers; a block would be one name in the constructor, and others in the groups. LatentDiffusion:
 # `override` names some of the other ten. TextEncoderConfig: its place, number format and variant are those of
 # DiffusersModelConfig, under the same names. Rollout: its sampling has the names of `generate`.
+# ImageSet: its crops, its captions' variants and its class images are blocks already.
 EXEMPT = {"ChatDataModule", "EncodedData", "ImageData", "LanguageData", "PhotoCrops", "PreferenceData", "PythonCorpus"}
 EXEMPT |= {"EmbeddingData", "LabelledTextData", "Preference", "Recipe", "UnpairedPreferenceData"}
-EXEMPT |= {"LatentDiffusion", "LoRA", "MuonAdamW", "Rollout", "TextEncoderConfig"}
+EXEMPT |= {"ImageSet", "LatentDiffusion", "LoRA", "MuonAdamW", "Rollout", "TextEncoderConfig"}
 EXEMPT |= {
     "BackboneShape",
     "Card",

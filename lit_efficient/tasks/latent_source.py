@@ -125,7 +125,7 @@ def weights_of(batch: dict[str, Any], latents: Tensor) -> Tensor:
     """Return the weights [B] of the samples of a batch, with the type and device of the latents [B, c, h, w]."""
     weights: Tensor = batch["loss_weight"]
     if list(weights.shape) != [len(latents)]:
-        raise refusal("LatentDiffusion", "the shape of loss_weight", [len(latents)], list(weights.shape))
+        raise refusal("LatentDiffusion", "the shape of loss_weight", f"[{len(latents)}]", list(weights.shape))
     return moved(weights, latents.device).to(latents.dtype)
 
 
