@@ -88,9 +88,11 @@ def default_device() -> str:
     return found.type
 
 
-def add_model_options(parser: argparse.ArgumentParser, ckpt: str, required: bool = True) -> None:
-    """Add the options ``--ckpt`` (described by ``ckpt``), ``--weights`` and ``--device``."""
-    parser.add_argument("--ckpt", required=required, help=f"{ckpt}, or a run's folder for its last checkpoint")
+def add_model_options(parser: argparse.ArgumentParser, ckpt: str, required: bool = True, several: bool = False) -> None:
+    """Add the options ``--ckpt`` (described by ``ckpt``; ``several``: one or more), ``--weights`` and ``--device``."""
+    count = "+" if several else None
+    about = f"{ckpt}, or a run's folder for its last checkpoint"
+    parser.add_argument("--ckpt", required=required, nargs=count, help=about)
     parser.add_argument(
         "--weights", choices=("auto", "average", "raw"), default="auto", help="auto: the weights that validation used"
     )
@@ -98,12 +100,15 @@ def add_model_options(parser: argparse.ArgumentParser, ckpt: str, required: bool
 
 
 def load_model(
-    load: Callable[[str, Any], tuple[Any, str]], arguments: argparse.Namespace
+    load: Callable[[str, Any], tuple[Any, str]], arguments: argparse.Namespace, ckpt: str | None = None
 ) -> tuple[Any, dict[str, str]]:
-    """Return the model that the options name, on its device, and its checkpoint and kind of weights; print both."""
+    """Return the model that the options name, on its device, and its checkpoint and kind of weights; print both.
+
+    ``ckpt`` is one of several checkpoints of the options.
+    """
     from lit_efficient.files.checkpoints import newest_in
 
-    path = str(newest_in(arguments.ckpt))
+    path = str(newest_in(ckpt or arguments.ckpt))
     model, held = load(path, arguments.weights)
     print(f"{path}: {held} weights", file=sys.stderr)
     return model.to(arguments.device or default_device()), {"checkpoint": path, "weights": held}

@@ -1,6 +1,7 @@
-"""``python -m lit_efficient sample --ckpt FILE --output FILE.png | DIR``: sample images from a diffusion model."""
+"""``python -m lit_efficient sample --ckpt FILE ... --output FILE.png | DIR``: sample images from diffusion models."""
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -26,15 +27,23 @@ class Subject:
     prompt: str | None = None
 
 
+@dataclass
+class Column:
+    """Images of one model for each row of the grid: for each subject, one image a seed."""
+
+    name: str  # of the checkpoint; "" if there is only one
+    images: list[list[Any]]  # of each subject, for each seed: [C, H, W] uint8
+
+
 def run(argv: Sequence[str]) -> int:
     """Run ``sample``."""
     parser = argparse.ArgumentParser(
         "lit_efficient sample",
-        description="Sample images with the model of a checkpoint. Adapters are applied, and the averaged weights of "
+        description="Sample images with the models of checkpoints. Adapters are applied, and the averaged weights of "
         "EMA or CheckpointAverage are used if the run kept them. The grid has a row per class or prompt and a column "
-        "per seed. An image depends only on its class or prompt, its seed and the settings.",
+        "per seed and checkpoint. An image depends only on its class or prompt, its seed and the settings.",
     )
-    add_model_options(parser, "a checkpoint of LatentDiffusion")
+    add_model_options(parser, "checkpoints of LatentDiffusion", several=True)
     parser.add_argument(
         "--output", required=True, help="FILE.png for the grid, or a folder for the grid and all images"
     )
@@ -43,10 +52,16 @@ def run(argv: Sequence[str]) -> int:
     )
     texts = "texts, or one file with a text per line (default: the texts of the run)"
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help=texts)
+    parser.add_argument("--negative", metavar="TEXT", help="negative prompt of all images (default: the run's)")
     parser.add_argument("--seeds", default="0-3", metavar="0,1,2", help="seeds, also as ranges (default: 0-3)")
     parser.add_argument("--guidance", type=float, help="guidance scale, 1 is none (default: the run's)")
     parser.add_argument("--steps", type=int, help="steps of the sampler (default: the run's)")
-    parser.add_argument("--sampler", help="builtin, ddim, euler, heun or dpmsolver++ (default: the run's)")
+    names = "builtin, ddim, euler, heun, dpmsolver++ or a scheduler class of diffusers (default: the run's)"
+    parser.add_argument("--sampler", help=names)
+    options = "arguments of the scheduler class, such as use_karras_sigmas=true"
+    parser.add_argument("--sampler_options", nargs="+", default=[], metavar="NAME=VALUE", help=options)
+    before = "first draw the images of the network before training: the pretrained one, without adapters"
+    parser.add_argument("--before", action="store_true", help=before)
     parser.add_argument("--batch_size", type=int, default=16, help="images at a time; does not change the images")
     arguments = parser.parse_args(argv)
     seeds = numbers("--seeds", arguments.seeds)
@@ -58,19 +73,71 @@ def run(argv: Sequence[str]) -> int:
         prompts = None
     else:
         prompts = prompts_of(arguments.prompts, "sample", "only texts are supported")
+    options_of(arguments.sampler_options)
     output = Path(arguments.output)
     grid = _grid_file(output)
     check_number("sample", "--batch_size", arguments.batch_size, least=1, whole=True)
+    folder = grid.parent if grid != output else None
+    subjects: list[Subject] = []
+    columns: list[Column] = []
+    settings: dict[str, Any] = {}
+    files = _names(arguments.ckpt)
+    for number, (ckpt, name) in enumerate(zip(arguments.ckpt, files)):
+        model, about = _loaded(arguments, ckpt)
+        if not subjects:  # the same for all checkpoints
+            subjects = subjects_of(model, classes, prompts)
+        settings = about if len(files) == 1 else {**about, "checkpoint": ", ".join(arguments.ckpt)}
+        drawing = _Drawing(model, subjects, seeds, arguments, folder)
+        if arguments.before and number == 0:
+            with model.before_training():
+                columns.append(drawing.column("before", {**about, "weights": "before training"}))
+        columns.append(drawing.column(name, about))
+    _write_grid(columns, subjects, seeds, grid, settings)
+    count = len(columns) * len(subjects) * len(seeds)
+    print(f"Wrote {grid}" if folder is None else f"Wrote {grid} and {count} images in the same folder")
+    return 0
+
+
+def _loaded(arguments: argparse.Namespace, ckpt: str) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a checkpoint with the settings of the command line, and all settings."""
     from lit_efficient.tasks.loading import load_latent_diffusion
 
-    model, about = load_model(load_latent_diffusion, arguments)
-    about |= _set(model, arguments)
-    subjects = subjects_of(model, classes, prompts)
-    folder = grid.parent if grid != output else None
-    images = _draw(model, subjects, seeds, arguments.batch_size, folder, about)
-    _write_grid(images, subjects, seeds, grid, about)
-    print(f"Wrote {grid}" if folder is None else f"Wrote {grid} and {len(images)} images in the same folder")
-    return 0
+    model, about = load_model(load_latent_diffusion, arguments, ckpt)
+    if arguments.before:
+        model.check_before_training()
+    return model, about | _set(model, arguments)
+
+
+def _names(ckpts: Sequence[str]) -> list[str]:
+    """Return a short name of each checkpoint: the shortest ends of their paths that differ; "" for a single one."""
+    if len(ckpts) == 1:
+        return [""]
+    parts = [Path(ckpt).absolute().with_suffix("").parts for ckpt in ckpts]
+    if len(set(parts)) < len(parts):
+        raise refusal("sample", "--ckpt", "different checkpoints", list(ckpts))
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def options_of(given: Sequence[str]) -> dict[str, bool | int | float | str]:
+    """Return the options of a scheduler from texts such as ``use_karras_sigmas=true``, with their types.
+
+    Raises:
+        ConfigurationError: If a text has another form.
+    """
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise refusal("sample", "--sampler_options", "NAME=VALUE, such as use_karras_sigmas=true", text)
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = {"True": True, "False": False}.get(value, value)
+    return found
 
 
 def numbers(option: str, text: str) -> list[int]:
@@ -138,6 +205,7 @@ def _set(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
     from lit_efficient.losses.diffusion_sampling import SamplerName
 
+    sampler = model.sampler
     if arguments.guidance is not None:
         check_number("sample", "--guidance", arguments.guidance, least=0)
         unguided = None
@@ -151,51 +219,100 @@ def _set(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.steps is not None:
         check_number("sample", "--steps", arguments.steps, least=1, whole=True)
         model.sampling_steps = arguments.steps
-    if arguments.sampler is not None:
-        check_choice("sample", "--sampler", arguments.sampler, get_args(SamplerName))
-        model.sampler = replace(model.sampler, name=arguments.sampler)
-    check_sampler(model.process, model.sampler, model.prediction)
-    check_steps(model.process, model.sampler, model.sampling_steps)
+    name = arguments.sampler
+    options = options_of(arguments.sampler_options)
+    if name is not None:
+        if not name.endswith("Scheduler"):
+            check_choice("sample", "--sampler", name, get_args(SamplerName))
+        sampler = model.settings.sampler(replace(sampler, name=name, options=None), model.process)
+    if options:
+        if not sampler.names_class:
+            allowed = "left out unless the sampler is a scheduler class of diffusers, such as UniPCMultistepScheduler"
+            raise refusal("sample", "--sampler_options", allowed, arguments.sampler_options)
+        sampler = replace(sampler, options={**(sampler.options or {}), **options})
+    check_sampler(model.process, sampler, model.prediction)
+    check_steps(model.process, sampler, model.sampling_steps, model.prediction)
+    model.sampler = sampler
+    if arguments.negative is not None:
+        unused = not model.shape.takes_text or model.guidance_scale == 1
+        if unused:
+            allowed = "left out for a network without text, and without guidance (--guidance 1)"
+            raise refusal("sample", "--negative", allowed, arguments.negative)
     model.check_sample_images()
-    return {"sampler": model.sampler.name, "guidance": model.guidance_scale, "steps": model.sampling_steps}
+    return {"sampler": sampler.name, "guidance": model.guidance_scale, "steps": model.sampling_steps}
 
 
-def _draw(
-    model: Any, subjects: Sequence[Subject], seeds: Sequence[int], at_once: int, folder: Path | None, about: Any
-) -> list[Any]:
-    """Return all images row by row, each [C, H, W] uint8; write each into ``folder``, if one is given."""
-    from lit_efficient.files.pictures import draw_grid, write_picture
+class _Drawing:
+    """Draws the images of a model, and writes each into a folder if one is given."""
 
-    asked = [(subject, seed) for subject in subjects for seed in seeds]
-    images: list[Any] = []
-    for start in range(0, len(asked), at_once):
-        some = asked[start : start + at_once]
-        labels = [subject.label for subject, _ in some]
-        prompts = [subject.prompt for subject, _ in some]
-        images += model.draw_images(
-            [seed for _, seed in some],
-            labels=None if None in labels else labels,
-            captions=None if None in prompts else prompts,
-        )
-        for (subject, seed), image in zip(some, images[start:]):
-            if folder is None:
-                break
-            notes = {"class": subject.label, "prompt": subject.prompt, "seed": seed}
-            notes = about | {name: value for name, value in notes.items() if value is not None}
-            write_picture(draw_grid(image[None], 1), folder / f"{subject.stem}_seed_{seed}.png", notes)
+    def __init__(
+        self,
+        model: Any,
+        subjects: Sequence[Subject],
+        seeds: Sequence[int],
+        arguments: argparse.Namespace,
+        folder: Path | None,
+    ) -> None:
+        self.model = model
+        self.subjects = subjects
+        self.seeds = seeds
+        self.negative = arguments.negative
+        self.at_once = arguments.batch_size
+        self.folder = folder
+
+    def column(self, name: str, about: dict[str, Any]) -> Column:
+        """Draw all images. ``name`` is that of the checkpoint, and ``about`` its settings."""
+        asked = [(subject, seed) for subject in self.subjects for seed in self.seeds]
+        images: list[Any] = []
+        for start in range(0, len(asked), self.at_once):
+            some = asked[start : start + self.at_once]
+            labels = [subject.label for subject, _ in some]
+            prompts = [subject.prompt for subject, _ in some]
+            images += self.model.draw_images(
+                [seed for _, seed in some],
+                labels=None if None in labels else labels,
+                captions=None if None in prompts else prompts,
+                negative=self.negative,
+            )
+            for (subject, seed), image in zip(some, images[start:]):
+                self._write(image, subject, seed, name, about)
+            if sys.stderr.isatty():
+                print(f"\r{name} {len(images)} of {len(asked)} images", end="", file=sys.stderr, flush=True)
         if sys.stderr.isatty():
-            print(f"\r{len(images)} of {len(asked)} images", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    return images
+            print(file=sys.stderr)
+        count = len(self.seeds)
+        return Column(name, [images[start : start + count] for start in range(0, len(images), count)])
+
+    def _write(self, image: Any, subject: Subject, seed: int, name: str, about: dict[str, Any]) -> None:
+        if self.folder is None:
+            return
+        from lit_efficient.files.pictures import draw_grid, write_picture
+
+        notes = {"class": subject.label, "prompt": subject.prompt, "seed": seed, "negative": self.negative}
+        notes = about | {key: value for key, value in notes.items() if value is not None}
+        ending = f"_{name.replace('/', '_')}" if name else ""
+        write_picture(draw_grid(image[None], 1), self.folder / f"{subject.stem}_seed_{seed}{ending}.png", notes)
 
 
-def _write_grid(images: list[Any], subjects: Sequence[Subject], seeds: Sequence[int], grid: Path, about: Any) -> None:
+def _write_grid(
+    columns: Sequence[Column], subjects: Sequence[Subject], seeds: Sequence[int], grid: Path, about: Any
+) -> None:
+    """Write a row for each subject. Images of one seed by all checkpoints are beside each other."""
     import torch
 
     from lit_efficient.files.pictures import draw_grid, write_picture
 
+    images = []
+    for row in range(len(subjects)):
+        for place in range(len(seeds)):
+            images += [column.images[row][place] for column in columns]
+    heads = []
+    for seed in seeds:
+        for column in columns:
+            words = [column.name or ("trained" if len(columns) > 1 else "")]
+            if len(columns) == 1 or len(seeds) > 1:
+                words.append(f"seed {seed}")
+            heads.append(", ".join(word for word in words if word))
     zoom = max(1, -(-_LEGIBLE // max(images[0].shape[1:])))
     names = [subject.name for subject in subjects if subject.name]
-    heads = [f"seed {seed}" for seed in seeds]
-    write_picture(draw_grid(torch.stack(images), len(seeds), zoom, rows=names, heads=heads), grid, about)
+    write_picture(draw_grid(torch.stack(images), len(heads), zoom, rows=names, heads=heads), grid, about)

@@ -298,7 +298,12 @@ class LatentData(KeyedModule):
         parts = []
         for i in range(count):
             images = self.images.dataset[train[i * len(train) // count], 0]["images"]
-            parts.append(Moments.of(*codec.moments(images[None].to(device))))
+            found = codec.moments(images[None].to(device))
+            codec.note_finite(*found)
+            reason = codec.explain_not_finite()
+            if reason is not None:
+                raise ConfigurationError(f"LatentData: the statistics of the latents cannot be measured: {reason}")
+            parts.append(Moments.of(*found))
         mean, std = Moments.join(parts).mean_and_std()
         return _rounded(mean), _rounded(std)
 

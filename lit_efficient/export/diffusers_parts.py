@@ -5,16 +5,16 @@ schedulers in sigma need. Most pipelines call ``scale_model_input``, which the f
 DPM-Solver++, which rounds timesteps down to integers, so that the network sees a time up to 1/1000 too early.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.diffusers_sampling import check_steps, scheduler_for
-from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
+from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.losses.timesteps import shift_at
 
-EVERY: tuple[SamplerName, ...] = ("ddim", "euler", "heun", "dpmsolver++")
+EVERY: tuple[str, ...] = ("ddim", "euler", "heun", "dpmsolver++")
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ def refuse_rescale(parts: Parts, pipeline: str) -> None:
         )
 
 
-def scheduler_of(
-    parts: Parts, allowed: tuple[SamplerName, ...], of_flow: tuple[SamplerName, ...] = ("dpmsolver++",)
-) -> Any:
+def scheduler_of(parts: Parts, allowed: tuple[str, ...], of_flow: tuple[str, ...] = ("dpmsolver++",)) -> Any:
     """Return the scheduler of the run's sampler if the pipeline supports it, else a replacement.
 
     Args:
@@ -84,20 +82,20 @@ def scheduler_of(
         ConfigurationError: If diffusers has no scheduler for the network's prediction target.
     """
     process = parts.process
-    name = parts.sampler.name
     shift = shift_at(parts.sampler.shift)
     if shift != 1.0 and process.schedule != "flow":
         raise ConfigurationError(
             f"export: diffusers' schedulers of {process.schedule!r} have no shift, and the run sampled with Sampler("
             f"shift={shift}): sample with shift=1"
         )
-    if process.schedule == "flow":
-        name = name if name in of_flow else of_flow[0]
-    elif name not in allowed:  # the built-in sampler equals DDIM
-        name = "ddim"
+    supported = of_flow if process.schedule == "flow" else allowed
+    sampler = replace(parts.sampler, shift=shift)
+    if not (sampler.name in supported or (sampler.names_class and "euler" in supported)):
+        # The built-in sampler equals DDIM.
+        sampler = Sampler(of_flow[0] if process.schedule == "flow" else "ddim", shift=shift)
     try:
-        check_steps(process, Sampler(name, shift=shift), parts.steps)
-        scheduler = scheduler_for(process, name, parts.prediction, shift)
+        check_steps(process, sampler, parts.steps, parts.prediction)
+        scheduler = scheduler_for(process, sampler, parts.prediction, shift)
     except ConfigurationError as error:
         raise ConfigurationError(
             f"export: no scheduler of diffusers samples from this network in a pipeline: {error}"
@@ -110,7 +108,8 @@ def scheduler_of(
 def notes_of(parts: Parts, pipeline: Any) -> tuple[str, ...]:
     """Return remarks on differences between a pipeline and the run."""
     name = parts.sampler.name
-    own = scheduler_for(parts.process, "ddim" if name == "builtin" else name)  # for flow and EDM: Euler steps
+    sampler = replace(parts.sampler, name="ddim") if name == "builtin" else parts.sampler
+    own = scheduler_for(parts.process, sampler)  # for flow and EDM, ddim has Euler steps
     wanted = type(own).__name__
     taken = type(pipeline.scheduler).__name__
     if wanted == taken:

@@ -113,7 +113,8 @@ def of_sd3(parts: Parts) -> Pipeline:
 
     _check_text(parts, pipeline, encode)
     steps = ""
-    if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":  # its default steps are not evenly spaced
+    even = type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler" and not parts.sampler.names_class
+    if even:  # by default the steps of this scheduler are not evenly spaced
         steps = f"sigmas=[1 - i / {parts.steps} for i in range({parts.steps})]"
     size = size_of(parts, pipeline.vae_scale_factor)
     return Pipeline(pipeline, call_of(parts, _CAPTION, size, steps, f"max_sequence_length={length}"))

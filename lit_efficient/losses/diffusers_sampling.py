@@ -17,9 +17,8 @@ Costs: one network evaluation a step, two for heun, twice as many with guidance.
 Source: DPM-Solver++: Lu et al. (2022), https://arxiv.org/abs/2211.01095; trailing: https://arxiv.org/abs/2305.08891.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,16 +26,24 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, install_line, refusal
 from lit_efficient.losses.diffusion import Prediction, convert
-from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
+from lit_efficient.losses.diffusion_sampling import Sampler
+from lit_efficient.losses.named_schedulers import (
+    PREDICTION_TYPES,
+    Generators,
+    betas_of,
+    check_named,
+    named_scheduler,
+    quietly,
+    sample_with_named,
+    scheduler_class,
+)
 from lit_efficient.losses.noise_process import (
     RHO,
     SIGMA_MAX,
     SIGMA_MIN,
     STEPS,
-    TABLES,
     DiffusionProcess,
     Schedule,
-    alphas_cumprod,
     as_process,
     karras_time,
 )
@@ -55,8 +62,6 @@ _FLOW = {
     "dpmsolver++": "DPMSolverMultistepScheduler",
 }
 _EDM = {"ddim": "EDMEulerScheduler", "euler": "EDMEulerScheduler", "dpmsolver++": "EDMDPMSolverMultistepScheduler"}
-_PREDICTION_TYPES = {"eps": "epsilon", "v": "v_prediction", "x0": "sample"}
-_BETA_SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "squared_cosine": "squaredcos_cap_v2"}
 
 
 def native_prediction(process: DiffusionProcess) -> Prediction:
@@ -67,13 +72,16 @@ def native_prediction(process: DiffusionProcess) -> Prediction:
 
 
 def scheduler_for(
-    process: Schedule | DiffusionProcess, sampler: SamplerName, prediction: Prediction | None = None, shift: float = 1.0
+    process: Schedule | DiffusionProcess,
+    sampler: str | Sampler,
+    prediction: Prediction | None = None,
+    shift: float = 1.0,
 ) -> Any:
     """Return a scheduler of diffusers for networks that were trained on ``process``.
 
     Args:
         process: The process.
-        sampler: ddim, euler, heun or dpmsolver++.
+        sampler: ddim, euler, heun, dpmsolver++ or the name of a scheduler class, or a whole `Sampler`.
         prediction: Target of the outputs that its ``step`` receives. ``None`` takes :func:`native_prediction`. For an
             exported pipeline it must be the target that the network predicts.
         shift: Shift of the sampling times, for flow only.
@@ -84,18 +92,23 @@ def scheduler_for(
     process = as_process(process)
     if prediction is None:
         prediction = native_prediction(process)
-    check_sampler(process, Sampler(sampler, shift=shift), prediction)
+    if isinstance(sampler, str):
+        sampler = Sampler(sampler)
+    sampler = replace(sampler, shift=shift)
+    check_sampler(process, sampler, prediction)
+    if sampler.names_class:
+        return named_scheduler(process, sampler, prediction)
     native = native_prediction(process)
-    if (process.schedule in ("flow", "edm") and prediction != native) or prediction not in (native, *_PREDICTION_TYPES):
+    if (process.schedule in ("flow", "edm") and prediction != native) or prediction not in (native, *PREDICTION_TYPES):
         raise ConfigurationError(
             f"scheduler_for: diffusers' schedulers of {process.schedule!r} do not support prediction {prediction!r}; "
             f"train with {native!r}, or convert the output and leave prediction unset"
         )
-    with _without_numpy_warning():
-        return _build(process, sampler, prediction, shift)
+    with quietly():
+        return _build(process, sampler.name, prediction, shift)
 
 
-def _build(process: DiffusionProcess, sampler: SamplerName, prediction: Prediction, shift: float) -> Any:
+def _build(process: DiffusionProcess, sampler: str, prediction: Prediction, shift: float) -> Any:
     schedulers = _diffusers(sampler)
     if process.schedule == "flow":
         options: dict[str, object] = {"shift": shift}
@@ -106,13 +119,13 @@ def _build(process: DiffusionProcess, sampler: SamplerName, prediction: Predicti
         return getattr(schedulers, _EDM[sampler])(
             sigma_min=SIGMA_MIN, sigma_max=SIGMA_MAX, sigma_data=process.sigma_data, rho=RHO
         )
-    options = {"timestep_spacing": "trailing", "prediction_type": _PREDICTION_TYPES[prediction]}
+    options = {"timestep_spacing": "trailing", "prediction_type": PREDICTION_TYPES[prediction]}
     if sampler == "ddim":
         options |= {"clip_sample": False}
     if sampler != "heun":
         # Without this flag, solvers in sigma divide by the zero alpha at the end of these schedules.
         options |= {"rescale_betas_zero_snr": process.zero_terminal_snr or process.schedule == "cosine"}
-    return getattr(schedulers, _VP[sampler])(num_train_timesteps=STEPS, **_betas(process), **options)
+    return getattr(schedulers, _VP[sampler])(num_train_timesteps=STEPS, **betas_of(process), **options)
 
 
 def check_sampler(process: DiffusionProcess, sampler: Sampler, prediction: Prediction) -> None:
@@ -121,7 +134,10 @@ def check_sampler(process: DiffusionProcess, sampler: Sampler, prediction: Predi
     schedule = process.schedule
     if name == "builtin":
         return
-    _diffusers(name)
+    if sampler.names_class:
+        scheduler_class(name)
+    else:
+        _diffusers(name)
     if sampler.shift not in (None, 1.0) and schedule != "flow":
         allowed = f"1 for diffusers' {name} on {schedule!r} (they shift flow only; name=builtin shifts every process)"
         raise refusal("Sampler", "shift", allowed, sampler.shift)
@@ -137,8 +153,11 @@ def check_sampler(process: DiffusionProcess, sampler: Sampler, prediction: Predi
         raise refusal("Sampler", "name", allowed, name)
 
 
-def check_steps(process: DiffusionProcess, sampler: Sampler, steps: int) -> None:
+def check_steps(process: DiffusionProcess, sampler: Sampler, steps: int, prediction: Prediction) -> None:
     """Raise ConfigurationError for a number of steps that the sampler does not support."""
+    if sampler.names_class:
+        check_named(process, sampler, prediction, steps)
+        return
     if sampler.name == "builtin" or process.schedule in ("flow", "edm"):
         return
     if not 1 <= steps <= STEPS or (sampler.name == "ddim" and STEPS % steps):
@@ -158,6 +177,7 @@ def sample_with_diffusers(
     process: Schedule | DiffusionProcess,
     prediction: Prediction,
     sampler: Sampler,
+    generator: Generators = None,
 ) -> Tensor:
     """Integrate from noise to data with a scheduler of diffusers, and return the data [B, ...] in float32.
 
@@ -169,13 +189,17 @@ def sample_with_diffusers(
         prediction: Target that the network predicts. It is converted to that of the scheduler.
         sampler: Sampler with a name other than builtin. For a `ResolutionShift`, each position of the noise is
             a token.
+        generator: Generator of schedulers that draw noise in each step, or one for each sample.
 
     Raises:
         ConfigurationError: If the sampler does not support the process, the target or the number of steps.
     """
     process = as_process(process)
     check_sampler(process, sampler, prediction)
-    check_steps(process, sampler, steps)
+    if sampler.names_class:
+        sampler = replace(sampler, shift=shift_at(sampler.shift, noise[0, 0].numel()))
+        return sample_with_named(predict, noise, steps, process, prediction, sampler, generator)
+    check_steps(process, sampler, steps, prediction)
     native = native_prediction(process)
     scheduler = scheduler_for(process, sampler.name, shift=shift_at(sampler.shift, noise[0, 0].numel()))
     _set_timesteps(scheduler, steps)
@@ -192,20 +216,12 @@ def sample_with_diffusers(
     return x
 
 
-@contextmanager
-def _without_numpy_warning() -> Iterator[None]:
-    """Suppress NumPy's deprecation warning about ``np.array(tensor)`` in diffusers, which users cannot avoid."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
-        yield
-
-
 def _set_timesteps(scheduler: Any, steps: int) -> None:
     if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
         # By default this scheduler ends at 1/1000 and shifts that time twice. Evenly spaced times avoid both.
         scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1.0 / steps, steps).tolist())
         return
-    with _without_numpy_warning():
+    with quietly():
         scheduler.set_timesteps(steps)
     sigmas = getattr(scheduler, "sigmas", None)
     if sigmas is not None and bool((sigmas.diff() > 0).any()):
@@ -224,14 +240,6 @@ def _times(scheduler: Any, process: DiffusionProcess) -> Tensor:
     if type(scheduler).__name__ == "DPMSolverMultistepScheduler":  # its timesteps are rounded down
         return scheduler.sigmas[: len(timesteps)].float()
     return timesteps.float() / STEPS
-
-
-def _betas(process: DiffusionProcess) -> dict[str, object]:
-    if process.schedule in TABLES:
-        first, last = process.betas_range
-        return {"beta_schedule": _BETA_SCHEDULES[process.schedule], "beta_start": first, "beta_end": last}
-    cumulative = torch.cat([torch.ones(1, dtype=torch.float64), alphas_cumprod(process)])
-    return {"trained_betas": (1.0 - cumulative[1:] / cumulative[:-1]).tolist()}
 
 
 def _diffusers(name: str) -> object:

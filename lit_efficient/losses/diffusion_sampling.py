@@ -16,13 +16,13 @@ https://arxiv.org/abs/2510.21986.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_efficient.errors import check_choice, check_number, checks_types
+from lit_efficient.errors import check_choice, check_number, checks_types, refusal
 from lit_efficient.losses.diffusion import Prediction, alpha_sigma, to_x0_eps
 from lit_efficient.losses.noise_process import AFTER_ZERO, DiffusionProcess, Schedule, as_process
 from lit_efficient.losses.timesteps import ResolutionShift, read_shift, shift_times
@@ -41,7 +41,8 @@ class Sampler:
 
     Args:
         name: builtin (DDIM for any process, which is Euler for flow and edm), or a scheduler of diffusers: ddim, euler,
-            heun or dpmsolver++.
+            heun, dpmsolver++, or any class by its name, such as UniPCMultistepScheduler. A class gets betas, prediction
+            type and shift of the training, and runs as in diffusers' pipelines.
         guidance_rescale: Share of the guided prediction that is rescaled to the standard deviation of the conditional
             one, in [0, 1]. The paper uses 0.7. Strong guidance without rescaling over-saturates.
         shift: Above 0. Values above 1 place more steps at high noise, as large latents need. A `ResolutionShift`
@@ -52,18 +53,31 @@ class Sampler:
         empty_prompt: Condition of the prediction without a prompt, and of hidden captions in training: ``encoded``, the
             embedding of the empty caption, or ``zeros``, as in SDXL. null takes that of the network's pipeline, or
             encoded.
+        options: Arguments of a scheduler that is named by its class, such as use_karras_sigmas or timestep_spacing.
+            Those that are not given come from the network's pipeline, if it has one.
     """
 
-    name: SamplerName = "builtin"
+    name: str = "builtin"
     guidance_rescale: float = 0.0
     shift: float | ResolutionShift | None = None
     path_drop: bool = False
     empty_prompt: Literal["encoded", "zeros"] | None = None
+    options: dict[str, bool | int | float | str] | None = None
 
     def __post_init__(self) -> None:
+        if not self.names_class:
+            check_choice("Sampler", "name", self.name, get_args(SamplerName))
+            if self.options:
+                allowed = "null unless name is a scheduler class of diffusers, such as UniPCMultistepScheduler"
+                raise refusal("Sampler", "options", allowed, self.options)
         check_number("Sampler", "guidance_rescale", self.guidance_rescale, least=0, most=1)
         object.__setattr__(self, "shift", read_shift("Sampler", self.shift))
         check_choice("Sampler", "empty_prompt", self.empty_prompt, ("encoded", "zeros"), null=True)
+
+    @property
+    def names_class(self) -> bool:
+        """True if ``name`` is that of a class of diffusers."""
+        return self.name.endswith("Scheduler")
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: float, rescale: float = 0.0) -> Tensor:

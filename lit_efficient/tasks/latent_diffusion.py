@@ -36,7 +36,7 @@ from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusion import Prediction
-from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
+from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
@@ -85,8 +85,8 @@ class LatentDiffusion(LatentGenerator):
             hidden together.
         guidance_scale: Strength of classifier-free guidance in sampling. 1 is no guidance.
         sampling_steps: Steps of the sampler.
-        sampler: Sampler by name (builtin, and ddim, euler, heun, dpmsolver++ of diffusers), or with shift, rescaling of
-            the guidance and the empty prompt.
+        sampler: Sampler by name (builtin, and ddim, euler, heun, dpmsolver++ or a scheduler class of diffusers), or
+            with shift, rescaling of the guidance, the empty prompt and options of the class.
         learning_rate: Peak learning rate of AdamW, with 100 steps of warm-up (a tenth of short runs), then a cosine to
             zero.
         samples: Number of images that are sampled in each validation, their captions, and their decoder.
@@ -108,7 +108,7 @@ class LatentDiffusion(LatentGenerator):
         label_dropout: float = 0.1,
         guidance_scale: float = 2.0,
         sampling_steps: int = 20,
-        sampler: SamplerName | Sampler = "builtin",
+        sampler: str | Sampler = "builtin",
         learning_rate: float = 3e-3,
         samples: Samples = Samples(),  # noqa: B008 (frozen)
         override: list[str] | None = None,

@@ -9,8 +9,9 @@ Costs: one evaluation of the network a step, two with guidance.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
@@ -25,10 +26,11 @@ from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
 from lit_efficient.losses.diffusion import Prediction
-from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
+from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import shift_at
-from lit_efficient.mechanisms.adapters.base import leaves_base_out
+from lit_efficient.mechanisms.adapters.base import has_frozen_base, leaves_base_out
+from lit_efficient.mechanisms.adapters.merge import without_adapters
 from lit_efficient.models.libraries import backbones
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.image_condition import ImageCondition, shape_with, without_paths
@@ -41,7 +43,7 @@ from lit_efficient.models.networks.condition import Condition
 from lit_efficient.models.networks.dit import DiTConfig
 from lit_efficient.models.probes.modes import deep_path
 from lit_efficient.protocol import builds_no_layers
-from lit_efficient.surgery import moved
+from lit_efficient.surgery import moved, own_draws
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.deferred_weights import weights_may_wait
 from lit_efficient.tasks.image_inputs import image_input
@@ -75,11 +77,13 @@ class Samples:
         prompts: Captions of the samples. null takes the first 64 of the validation data.
         preview: A trained AutoencoderTiny (TAESD) that approximates the data's autoencoder. `SampleImages` decodes with
             it during a fit. Metrics always use the autoencoder.
+        negative: Negative prompt of the samples, from which guidance moves away. null is the empty prompt.
     """
 
     count: int = 200
     prompts: list[str] | None = None
     preview: DiffusersModelConfig | None = None
+    negative: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.preview, dict):  # from a checkpoint
@@ -101,7 +105,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         schedule: Schedule | DiffusionProcess | None,
         guidance_scale: float,
         sampling_steps: int,
-        sampler: SamplerName | Sampler,
+        sampler: str | Sampler,
         samples: Samples,
         override: Sequence[str],
         image_condition: ImageCondition | None = None,
@@ -111,6 +115,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         self.backbone = backbones.as_spec(backbone) if isinstance(backbone, dict) else backbone
         if isinstance(self.backbone, DiffusersModelConfig):
             self.backbone = in_pipeline(self.backbone, ("transformer", "unet"))
+        self.origin = self.backbone  # of a checkpoint: the backbone of its training
         self.samples = Samples(**samples) if isinstance(samples, dict) else samples
         self.image_condition = image_condition
         if isinstance(image_condition, dict):
@@ -127,13 +132,16 @@ class LatentGenerator(ChecksTypes, LightningModule):
         check("sampler.path_drop", drops, allowed, guidance_scale != 1 or not drops)
         try:
             check_sampler(self.process, self.sampler, self.prediction)
-            check_steps(self.process, self.sampler, sampling_steps)
+            check_steps(self.process, self.sampler, sampling_steps, self.prediction)
         except ConfigurationError as error:
             if not isinstance(sampler, dict):
                 raise
             # A checkpoint must load even if its sampler is not available here.
-            self.sampler = replace(self.sampler, name="builtin")
+            self.sampler = replace(self.sampler, name="builtin", options=None)
             rank_zero_warn(f"{error}. The checkpoint's sampler is replaced by builtin")
+        unused = not self.shape.takes_text or guidance_scale == 1
+        allowed = "null for a backbone without text, and without guidance (guidance_scale 1)"
+        check("samples.negative", self.samples.negative, allowed, self.samples.negative is None or not unused)
         self.guidance_scale = guidance_scale
         self.sampling_steps = sampling_steps
         self._prompts = Prompts(self.samples.prompts)
@@ -298,7 +306,8 @@ class LatentGenerator(ChecksTypes, LightningModule):
             guidance_scale: Guidance scale. None takes the module's.
             steps: Steps of the sampler. None takes the module's ``sampling_steps``.
             captions: B captions, for a backbone with text.
-            negative: Negative prompt, from which guidance moves away. None is the empty prompt of the training.
+            negative: Negative prompt, from which guidance moves away. None is that of ``samples``, or the empty prompt
+                of the training.
             count: B, for a backbone with neither.
             size: Height and width of the latents. None takes those of the training data.
 
@@ -360,15 +369,56 @@ class LatentGenerator(ChecksTypes, LightningModule):
         return f"{number} {self.class_names[number]}"
 
     def draw_images(
-        self, seeds: Sequence[int], labels: Sequence[int] | None = None, captions: list[str] | None = None
+        self,
+        seeds: Sequence[int],
+        labels: Sequence[int] | None = None,
+        captions: list[str] | None = None,
+        negative: str | None = None,
     ) -> Tensor:
-        """Sample one image for each seed, with its label and caption: uint8 [N, C, H, W].
+        """Sample one image for each seed, with its label and caption, and a negative prompt: uint8 [N, C, H, W].
 
         An image does not depend on the others: its noise is that of ``sample`` for one image with this seed.
         """
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         given = None if labels is None else torch.tensor(labels)
-        return to_uint8(self._decode(self.sample(given, generators, captions=captions, count=len(seeds))))
+        return to_uint8(
+            self._decode(self.sample(given, generators, captions=captions, negative=negative, count=len(seeds)))
+        )
+
+    def check_before_training(self) -> None:
+        """Raise ConfigurationError if there was no network before training that could be sampled."""
+        if not has_frozen_base(self) and not _is_pretrained(self.origin):
+            raise ConfigurationError(
+                "LatentDiffusion: the network before training has random weights, because backbone names no pretrained "
+                "model and there are no adapters: there is nothing to compare with"
+            )
+
+    @contextmanager
+    def before_training(self) -> Iterator[None]:
+        """Context in which samples come from the network before training: the pretrained one, without adapters.
+
+        It is a second network on the device, read from the folder or the hub that ``backbone`` named when training
+        began. If there is none, the frozen weights below the adapters are copied.
+
+        Raises:
+            ConfigurationError: If the network was trained from scratch.
+        """
+        self.check_before_training()
+        trained = self.network
+        with own_draws(0):
+            if _is_pretrained(self.origin):
+                before = backbones.build_backbone(self.origin)
+            else:
+                before = backbones.build_backbone(self.backbone)
+                whole = without_adapters(self)
+                prefix = "network."
+                own = {name[len(prefix) :]: tensor for name, tensor in whole.items() if name.startswith(prefix)}
+                before.load_state_dict(own)
+        self.network = before.to(self.device).eval()
+        try:
+            yield
+        finally:
+            self.network = trained
 
     def check_sample_images(self) -> None:
         """Raise ConfigurationError, before the first step, if there is no autoencoder to decode samples."""
@@ -384,6 +434,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
             "latent_size": None if self.latent_size is None else list(self.latent_size),
             "prompts": self._prompts.state(),
             "backbone": self._described,
+            "origin": asdict(self.origin),
             "class_names": self.class_names,
         }
         held = checkpoint.get("state_dict", {})
@@ -419,6 +470,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         own = checkpoint.get(_OWN_KEY)
         if own is not None:
             self._prompts.load(own["prompts"])
+            self.origin = backbones.as_spec(own["origin"])
             self.class_names = self.class_names or list(own.get("class_names", ()))
             if self.latent_size is None and own["latent_size"] is not None:
                 self.latent_size = (own["latent_size"][0], own["latent_size"][1])
@@ -450,13 +502,18 @@ class LatentGenerator(ChecksTypes, LightningModule):
         features = self.shape.class_token.features
         rows = rows_of(features, self.shape.channels, size[1])
         noise = draw_noise((count, self.shape.channels, size[0] + rows, size[1]), generator, self.device)
+        if negative is None:
+            negative = self.samples.negative
         null = partial(self.conditioning.null, self.device, negative)
         sampler = self.sampler_at(size)
         drawn = []
+        draws = generator
         for start in range(0, count, _SAMPLED_AT_ONCE):
             part = slice(start, start + _SAMPLED_AT_ONCE)
+            if isinstance(generator, Sequence):
+                draws = generator[part]
             predict = guided(self, condition.rows(part), null, scale, sampler, self.norm_side)
-            drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, sampler))
+            drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, sampler, draws))
         whole = torch.cat(drawn)
         if features:
             whole, _ = split_token(whole, features)
@@ -488,7 +545,11 @@ class LatentGenerator(ChecksTypes, LightningModule):
     def _decode(self, latents: Tensor, viewer: PreviewDecoder | None = None) -> Tensor:
         """Decode latents to images, in parts to bound the memory."""
         decoder = viewer or self._decoder()
-        return torch.cat([decoder.decode(part) for part in latents.split(_DECODED_AT_ONCE)])
+        images = []
+        for part in latents.split(_DECODED_AT_ONCE):
+            images.append(decoder.decode(part))
+            decoder.check_decoded()
+        return torch.cat(images)
 
     def _decoder(self) -> LatentCodec:
         if self.codec is None:
@@ -504,6 +565,10 @@ class LatentGenerator(ChecksTypes, LightningModule):
         if isinstance(data, LatentSource):
             return data
         return None
+
+
+def _is_pretrained(spec: DiTConfig | DiffusersModelConfig) -> bool:
+    return isinstance(spec, DiffusersModelConfig) and not spec.draws_weights
 
 
 def to_uint8(images: Tensor) -> Tensor:

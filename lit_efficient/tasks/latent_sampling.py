@@ -77,9 +77,13 @@ def sample_latents(
     process: DiffusionProcess,
     prediction: Prediction,
     sampler: Sampler,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> Tensor:
-    """Integrate noise [B, c, h, w] to latents, float32, with the builtin sampler or one of diffusers."""
+    """Integrate noise [B, c, h, w] to latents, float32, with the builtin sampler or one of diffusers.
+
+    ``generator`` is for schedulers that draw noise in each step.
+    """
     if sampler.name != "builtin":
-        return sample_with_diffusers(predict, noise, steps, process, prediction, sampler)
+        return sample_with_diffusers(predict, noise, steps, process, prediction, sampler, generator)
     times = sampling_times(steps, prediction, process, shift_at(sampler.shift, noise[0, 0].numel()))
     return ddim_sample(predict, noise, times, process, prediction)

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 from lit_efficient.errors import check_choice, refusal
 from lit_efficient.losses.diffusion import Prediction
-from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
+from lit_efficient.losses.diffusion_sampling import Sampler
+from lit_efficient.losses.named_schedulers import options_from
 from lit_efficient.losses.noise_process import TABLES, DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import Distribution, Shift, TimestepSampling
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
@@ -86,9 +87,16 @@ class PipelineSettings:
         shift = self._shift("timestep_sampling.shift", value.shift, process)
         return replace(value, shift=shift)
 
-    def sampler(self, given: SamplerName | Sampler | dict[str, Any], process: DiffusionProcess) -> Sampler:
-        """Return the sampler, with the shift of its times and the condition of an empty prompt."""
-        value = described(Sampler, "sampler", given, SamplerName)
+    def sampler(self, given: str | Sampler | dict[str, Any], process: DiffusionProcess) -> Sampler:
+        """Return the sampler, with the shift of its times, the condition of an empty prompt and the class's options."""
+        if isinstance(given, Sampler):
+            value = given
+        else:
+            value = Sampler(**given) if isinstance(given, dict) else Sampler(given)
+        if value.names_class and self.meaning is not None:
+            value = replace(
+                value, options=options_from(self.meaning.scheduler_fields, value.name) | (value.options or {})
+            )
         shift = self._shift("sampler.shift", value.shift, process)
         empty = value.empty_prompt
         if self.meaning is not None:

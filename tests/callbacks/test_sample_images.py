@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import lightning.pytorch as L
 import numpy as np
 import pytest
@@ -139,3 +141,41 @@ def test_what_the_module_says_of_its_samples_is_written_on_the_grid(tmp_path):
         ConfigurationError, match=r"Miscounting.image_captions\(4\) must be 4 names, or an empty sequence"
     ):
         fit(Miscounting(), tmp_path, SampleImages(columns=2, rows=2), logger=False)
+
+
+class Improver(Painter):
+    """Paints image i in grey level 100 + i after training, and i before it."""
+
+    started = 0
+
+    def sample_images(self, num, seed):
+        return super().sample_images(num, seed) + (0 if self.started else 100)
+
+    @contextmanager
+    def before_training(self):
+        self.started += 1
+        yield
+        type(self).seen = self.started
+        self.started = 0
+
+    def image_captions(self, num):
+        return [f"image {i}" for i in range(num)]
+
+
+def test_each_sample_is_beside_that_of_the_network_before_training(tmp_path):
+    module = Improver()
+    fit(module, tmp_path, SampleImages(columns=2, rows=1, every_n_validations=2, before=True), logger=False)
+    files = sorted((tmp_path / "samples").iterdir())
+    assert len(files) == 2
+    assert Improver.seen == 1
+    # drawn once, at the first grid
+    assert module.calls == [(4, 2, 0), (4, 2, 0), (8, 2, 0)]
+    expected = torch.tensor([0, 100, 1, 101], dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 1, 4, 4)
+    names = ["before: image 0", "image 0", "before: image 1", "image 1"]
+    for file in files:
+        assert np.array_equal(np.asarray(Image.open(file)), np.asarray(draw_grid(expected, 4, 2, captions=names)))
+
+
+def test_before_needs_a_network_before_training(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"SampleImages: before must be false for Painter"):
+        fit(Painter(), tmp_path, SampleImages(before=True), logger=False)

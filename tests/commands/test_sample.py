@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from lit_efficient import DiTConfig, LatentDiffusion, Samples
+from lit_efficient import ConfigurationError, DiffusersModelConfig, DiTConfig, LatentDiffusion, Samples
 from lit_efficient.__main__ import main
 from lit_efficient.files.checkpoints import write
+from lit_efficient.files.pictures import draw_grid
 from lit_efficient.files.runs import point_latest, write_record
 from lit_efficient.tasks.latent_generator import to_uint8
 from tests.tasks.captioned_latents import codec, text_encoder
@@ -151,6 +153,61 @@ def test_prompts_come_from_a_file_and_the_sampler_is_one_of_diffusers(tasks: dic
         assert np.array_equal(_pixels(tmp_path / "out" / f"prompt_{i}_seed_3.png"), expected)
 
 
+def test_negative_prompts_and_scheduler_classes_are_those_of_the_task(tasks: dict[str, Any], tmp_path: Path) -> None:
+    more = ["--prompts", "a cat", "--seeds", "3", "--batch_size", "1", "--guidance", "4", "--negative", "blurry"]
+    more += ["--sampler", "UniPCMultistepScheduler", "--sampler_options", "solver_order=1", "final_sigmas_type=zero"]
+    assert _sample(tasks, "texts", tmp_path, *more) == 0
+    module = _task("texts")
+    options = {"solver_order": 1, "final_sigmas_type": "zero"}
+    module.sampler = replace(module.sampler, name="UniPCMultistepScheduler", options=options)
+    asked = {"captions": ["a cat"], "guidance_scale": 4.0}
+    file = tmp_path / "prompt_0_seed_3.png"
+    assert np.array_equal(_pixels(file), _of_the_task(module, 3, negative="blurry", **asked))
+    assert not np.array_equal(_pixels(file), _of_the_task(module, 3, **asked))
+    assert Image.open(file).text["negative"] == "blurry"  # type: ignore[attr-defined]
+    given = LatentDiffusion(
+        SHAPES["texts"], sampler=module.sampler, sampling_steps=3, samples=Samples(0, negative="blurry")
+    )
+    given.network, given.codec, given.text_encoder = module.network, module.codec, module.text_encoder
+    assert np.array_equal(_of_the_task(given.eval(), 3, **asked), _pixels(file))
+
+
+def test_checkpoints_are_columns_of_one_grid_beside_the_pretrained_network(tmp_path: Path) -> None:
+    fields = {"_class_name": "DiTTransformer2DModel", "sample_size": 8, "num_layers": 1, "num_attention_heads": 2}
+    fields |= {"attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_embeds_ada_norm": 3}
+    torch.manual_seed(0)
+    pretrained = diffusers.DiTTransformer2DModel(**{name: value for name, value in fields.items() if name[0] != "_"})
+    for parameter in pretrained.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    pretrained.save_pretrained(tmp_path / "base")
+    module = LatentDiffusion(DiffusersModelConfig(str(tmp_path / "base")), sampling_steps=2, samples=Samples(0))
+    module.configure_model()
+    module.codec, module.latent_size = codec(), (8, 8)
+    module.eval()
+    expected = {"before": _of_the_task(module, 5, labels=torch.tensor([1]))}
+    for name in ("first", "second"):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.02)
+        checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+        module.on_save_checkpoint(checkpoint)
+        write(tmp_path / f"{name}.ckpt", checkpoint)
+        expected[name] = _of_the_task(module, 5, labels=torch.tensor([1]))
+    given = ["--ckpt", str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt"), "--before", "--device", "cpu"]
+    out = tmp_path / "out"
+    assert main(["sample", *given, "--classes", "1", "--seeds", "5,6", "--output", str(out)]) == 0
+    assert len(list(out.iterdir())) == 7
+    for name, image in expected.items():
+        assert abs(_pixels(out / f"class_1_seed_5_{name}.png").astype(int) - image).max() <= 1
+    columns = [(name, seed) for seed in (5, 6) for name in expected]
+    drawn = torch.stack([torch.tensor(_pixels(out / f"class_1_seed_{s}_{name}.png"))[None] for name, s in columns])
+    heads = [f"{name}, seed {seed}" for name, seed in columns]
+    assert np.array_equal(_pixels(out / "grid.png"), np.asarray(draw_grid(drawn, 6, 3, rows=["class 1"], heads=heads)))
+    assert len({image.tobytes() for image in expected.values()}) == 3
+    with pytest.raises(ConfigurationError, match="backbone names no pretrained model and there are no adapters"):
+        _task("classes").check_before_training()
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
@@ -169,6 +226,24 @@ def test_prompts_come_from_a_file_and_the_sampler_is_one_of_diffusers(tasks: dic
         ("classes", ["--steps", "0"], "--steps must be a whole number of at least 1, got 0"),
         ("classes", ["--batch_size", "0"], "--batch_size must be a whole number of at least 1, got 0"),
         ("classes", ["--sampler", "magic"], "--sampler must be one of builtin"),
+        (
+            "classes",
+            ["--sampler", "MagicScheduler"],
+            "ddim, euler, heun, dpmsolver++ or a scheduler class",
+        ),
+        (
+            "classes",
+            ["--sampler_options", "a=1"],
+            "--sampler_options must be left out unless",
+        ),
+        ("classes", ["--sampler_options", "a"], "--sampler_options must be NAME=VALUE"),
+        ("classes", ["--negative", "blurry"], "--negative must be left out for a network without text"),
+        (
+            "texts",
+            ["--negative", "x", "--guidance", "1"],
+            "without text, and without guidance",
+        ),
+        ("classes", ["--before"], "there is nothing to compare with"),
         ("classes", ["--output", "x.jpg"], "--output must be a file that ends in .png, or a folder, got 'x.jpg'"),
         ("classes", ["--ckpt", "nowhere.ckpt"], "there is no file nowhere.ckpt"),
         ("classes", ["--weights", "average"], "the checkpoint holds no average of the weights"),

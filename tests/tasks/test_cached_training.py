@@ -28,7 +28,8 @@ from lit_efficient import (
     Samples,
     TeacherFeatures,
 )
-from lit_efficient.errors import DivergedError
+from lit_efficient.errors import ConfigurationError, DivergedError
+from lit_efficient.models.libraries.latent_codec import LatentCodec, find_autoencoder
 from tests.data.images.toy_images import ToyImages
 from tests.data.test_latent_cache import WORDS
 
@@ -207,3 +208,31 @@ def test_an_autoencoder_that_overflows_is_named_instead_of_the_gradients(tmp_pat
         fit("float16")
     assert "float16 overflows in it, so set autoencoder.dtype to float32" in str(error.value)
     fit("float32")
+
+
+def test_an_autoencoder_that_overflows_in_decoding_or_measuring_is_named(tmp_path):
+    for side in ("encoder", "decoder"):
+        vae = diffusers.AutoencoderKL(**{key: value for key, value in KL.config_fields.items() if key[0] != "_"})
+        with torch.no_grad():
+            for part in getattr(vae, side).modules():
+                if isinstance(part, torch.nn.GroupNorm):
+                    part.weight.fill_(3e4)  # within float16, products are not
+        vae.register_to_config(force_upcast=False)
+        vae.save_pretrained(tmp_path / side)
+    images = PhotoCrops(resolution=8, scales=[2.0], crops=4, batch_size=24, judge_steps=0)
+    spec = DiffusersModelConfig(str(tmp_path / "encoder"), dtype="float16")
+    reason = (
+        "AutoencoderKL returned {} that are not finite: float16 overflows in it, so set autoencoder.dtype to float32"
+    )
+    with pytest.raises(ConfigurationError, match="cannot be measured.*" + reason.format("latents")):
+        fitted(LatentData(images, spec, cached=False), 1, [], replace(NETWORK, num_classes=2))
+    for dtype in ("float16", "float32"):
+        module = LatentDiffusion(replace(NETWORK, num_classes=2), sampling_steps=1, samples=Samples(0))
+        module.configure_model()
+        spec = DiffusersModelConfig(str(tmp_path / "decoder"), dtype=dtype)
+        module.codec = LatentCodec.declared(find_autoencoder(spec))
+        if dtype == "float32":
+            assert module.eval().sample_images(2, 0).float().std() > 0
+            continue
+        with pytest.raises(ConfigurationError, match="cannot be shown or scored.*" + reason.format("images")):
+            module.eval().sample_images(2, 0)

@@ -410,6 +410,7 @@ class _Build:
             latents = decode_row(read_row(open_shard(self.folder / shard_name(shard)), row))
             latent = latents["mean"] if "mean" in latents else latents["latents"]
             decoded = self.encoders.codec.decode(latent[None].to(self.device))[0].cpu()
+            self.encoders.codec.check_decoded()
             errors.append((decoded - self.images.dataset[index, 0]["images"]).square().mean().item())
         return 10.0 * math.log10(4.0 / max(sum(errors) / len(errors), 1e-12))
 

@@ -196,7 +196,8 @@ class LatentCodec:
 
     def __init__(self, autoencoder: "ImageAutoencoder | AutoencoderOnDisk", mean: Tensor, std: Tensor) -> None:
         self.held: Any = autoencoder if isinstance(autoencoder, AutoencoderOnDisk) else _frozen(autoencoder)
-        self._finite: Tensor | None = None
+        self._finite: Tensor | None = None  # whether the last encoded moments were
+        self._drawn: Tensor | None = None  # whether the last decoded images were, or their latents were not
         self._fingerprints: dict[tuple[str, int], str] = {}
         self.image_channels = autoencoder.image_channels
         self.latent_channels = autoencoder.latent_channels
@@ -278,10 +279,18 @@ class LatentCodec:
         """Return a clause that names the autoencoder if its last latents were not finite, else None."""
         if self._finite is None or not has_values(self._finite) or bool(self._finite):
             return None
+        return self._overflow("latents")
+
+    def check_decoded(self) -> None:
+        """Raise ConfigurationError if the last decoded images were not finite although their latents were."""
+        if self._drawn is not None and has_values(self._drawn) and not bool(self._drawn):
+            raise ConfigurationError(f"These images cannot be shown or scored: {self._overflow('images')}")
+
+    def _overflow(self, what: str) -> str:
         network = getattr(self.autoencoder, "network", self.autoencoder)
         dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
         advice = "" if dtype == "float32" else f": {dtype} overflows in it, so set autoencoder.dtype to float32"
-        return f"the frozen autoencoder {type(network).__name__} returned latents that are not finite{advice}"
+        return f"the frozen autoencoder {type(network).__name__} returned {what} that are not finite{advice}"
 
     def normalize(self, mean: Tensor, logvar: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Map posterior moments [B, c, h, w] of the autoencoder to those of the normalised latents; None stays None."""
@@ -297,10 +306,14 @@ class LatentCodec:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Map normalised latents [B, c, h, w] to images [B, C, H, W], float32, clamped to [-1, 1]."""
+        """Map normalised latents [B, c, h, w] to images [B, C, H, W], float32, clamped to [-1, 1].
+
+        `check_decoded` says whether the autoencoder overflowed.
+        """
         latents = self.denormalize(latents.float())
         with torch.autocast(latents.device.type, enabled=False):
             images: Tensor = self.autoencoder.to(latents.device).decode(latents)
+        self._drawn = images.isfinite().all() | ~latents.isfinite().all()
         return images.float().clamp(-1.0, 1.0)
 
     def fingerprint(self) -> str:
@@ -451,3 +464,7 @@ class PreviewDecoder:
         """Map normalised latents [B, c, h, w] to images [B, C, H, W], float32, clamped to [-1, 1]."""
         mean, std = (statistic.view(1, -1, 1, 1).to(latents.device) for statistic in self._declared)
         return self._tiny.decode((self.codec.denormalize(latents.float()) - mean) / std)
+
+    def check_decoded(self) -> None:
+        """Raise ConfigurationError if the last decoded images were not finite although their latents were."""
+        self._tiny.check_decoded()

@@ -63,7 +63,7 @@ class PipelineMeaning:
 
     source: str  # folder or name on a hub
     pipeline: str  # name of the pipeline's class; "" if the folder does not contain model_index.json
-    scheduler: str  # name of the scheduler's class
+    scheduler_fields: dict[str, Any]  # content of its file
     prediction: Prediction  # target that the network predicts
     process: DiffusionProcess  # noise process of its training
     shift: float | ResolutionShift  # shift of the timesteps
@@ -136,7 +136,7 @@ def read_meaning(name_or_path: str, subfolder: str = "", revision: str | None = 
     return PipelineMeaning(
         source=root,
         pipeline=pipeline,
-        scheduler=str(fields["_class_name"]),
+        scheduler_fields=fields,
         prediction=prediction,
         process=process,
         shift=_shift(fields),
