@@ -124,7 +124,7 @@ def check_tensors(folder: Path, library: str, expected: Mapping[str, str], part:
         folder: The export.
         library: Library that loads the folder: safetensors or diffusers.
         expected: Digests by name.
-        part: Component of the pipeline in the folder, for diffusers.
+        part: Component of the pipeline in the folder, for diffusers. "" if the folder is that of a model.
 
     Returns:
         The result of the check, as words for people.
@@ -294,9 +294,13 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
         layers = sum(not key.endswith(".magnitude") for key in found)
         return {"wrong": wrong, "layers": layers, "loader": loader}
     if request["library"] == "diffusers":
-        from diffusers import DiffusionPipeline
+        import diffusers
 
-        pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+        if not request["part"]:
+            name = json.loads((folder / "config.json").read_text())["_class_name"]
+            model = getattr(diffusers, name).from_pretrained(folder, local_files_only=True)
+            return {"digests": digests(model.state_dict())}
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
         return {"digests": digests(getattr(pipeline, request["part"]).state_dict())}
     if "gguf" in request:
         return _answer_gguf(folder, place, request)

@@ -4,6 +4,7 @@
     UNet2DModel                                 nothing                 LDMPipeline
     UNet2DConditionModel                        text                    StableDiffusionPipeline
                                                 text of two encoders    StableDiffusionXLPipeline
+                                                with an image and mask  their Inpaint pipelines
     PixArtTransformer2DModel                    text                    PixArtAlphaPipeline
     SD3Transformer2DModel                       text of three encoders  StableDiffusion3Pipeline
 

@@ -34,29 +34,29 @@ def of_unet(parts: Parts) -> Pipeline:
 
 
 def _stable_diffusion(parts: Parts) -> Pipeline:
-    from diffusers import StableDiffusionPipeline
+    from diffusers import StableDiffusionInpaintPipeline, StableDiffusionPipeline
 
-    encoders = _encoders(parts, "StableDiffusionPipeline", 1)
+    kind: Any = StableDiffusionInpaintPipeline if _inpaints(parts) else StableDiffusionPipeline
+    encoders = _encoders(parts, kind.__name__, 1)
     without = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    pipeline: Any = StableDiffusionPipeline(
-        **encoders, **without, vae=parts.vae, unet=parts.network, scheduler=scheduler_of(parts, EVERY)
-    )
+    pipeline: Any = kind(**encoders, **without, vae=parts.vae, unet=parts.network, scheduler=scheduler_of(parts, EVERY))
 
     def encode(prompt: str) -> TextEmbedding:
         hidden, _ = pipeline.encode_prompt(prompt, torch.device("cpu"), 1, False)
         return TextEmbedding(hidden, _all(hidden), None)
 
     _check_text(parts, pipeline, encode)
-    return Pipeline(pipeline, call_of(parts, _CAPTION, _rescale(parts)))
+    return Pipeline(pipeline, call_of(parts, _inputs(parts), _rescale(parts)))
 
 
 def _sdxl(parts: Parts) -> Pipeline:
-    from diffusers import StableDiffusionXLPipeline
+    from diffusers import StableDiffusionXLInpaintPipeline, StableDiffusionXLPipeline
 
-    encoders = _encoders(parts, "StableDiffusionXLPipeline", 2)
+    kind: Any = StableDiffusionXLInpaintPipeline if _inpaints(parts) else StableDiffusionXLPipeline
+    encoders = _encoders(parts, kind.__name__, 2)
     zeros = parts.sampler.empty_prompt == "zeros"
     settings = {"force_zeros_for_empty_prompt": zeros, "add_watermarker": False}
-    pipeline: Any = StableDiffusionXLPipeline(
+    pipeline: Any = kind(
         **encoders, **settings, vae=parts.vae, unet=parts.network, scheduler=scheduler_of(parts, EVERY)
     )
 
@@ -65,7 +65,7 @@ def _sdxl(parts: Parts) -> Pipeline:
         return TextEmbedding(hidden, _all(hidden), pooled)
 
     _check_text(parts, pipeline, encode)
-    return Pipeline(pipeline, call_of(parts, _CAPTION, _rescale(parts)))
+    return Pipeline(pipeline, call_of(parts, _inputs(parts), _rescale(parts)))
 
 
 def of_pixart(parts: Parts) -> Pipeline:
@@ -120,7 +120,22 @@ def of_sd3(parts: Parts) -> Pipeline:
     return Pipeline(pipeline, call_of(parts, _CAPTION, size, steps, f"max_sequence_length={length}"))
 
 
+def _inpaints(parts: Parts) -> bool:
+    """Return whether the network takes a mask and the latents of an image as further channels."""
+    config = parts.network.config
+    return bool(config.in_channels == 2 * config.out_channels + 1)
+
+
+def _inputs(parts: Parts) -> str:
+    """Return the arguments of a call that are inputs of the network."""
+    if _inpaints(parts):
+        return f"{_CAPTION}, image=picture, mask_image=mask, strength=1.0"
+    return _CAPTION
+
+
 def _rescale(parts: Parts) -> str:
+    if _inpaints(parts):  # these pipelines do not rescale
+        refuse_rescale(parts, "StableDiffusionInpaintPipeline")
     if parts.sampler.guidance_rescale:
         return f"guidance_rescale={parts.sampler.guidance_rescale}"
     return ""

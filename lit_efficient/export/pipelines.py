@@ -2,6 +2,7 @@
 
     model_index.json   transformer/ or unet/   vae/ (LDMPipeline: vqvae/)   scheduler/   text_encoder/   tokenizer/
     README.md: how to load and call the pipeline
+    ControlNet: its own files alone, for ControlNetModel.from_pretrained
 
 Everything else that the run computed becomes part of weights: the statistics of latents are folded into the
 autoencoder, the null label into the table of labels, and adapters into the adapted weights (or they become a file in
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from lit_efficient.application.recorded import arguments_behind, converters
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.distributed.weight_slices import built_empty
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice
+from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
 from lit_efficient.export.check import check_tensors, digests, refuse_own_layers
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import Checkpoint
@@ -32,6 +33,7 @@ from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_ada
 from lit_efficient.mechanisms.adapters.peft_folder import diffusers_class
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
 from lit_efficient.mechanisms.restore import Asked, Weights, take_weights, wanted_weights
+from lit_efficient.models.libraries.image_condition import ControlledUNet
 from lit_efficient.surgery import WAITS, own_draws, unmixed
 
 if TYPE_CHECKING:
@@ -83,8 +85,12 @@ def export_pipeline(
             f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is another one"
         )
     run = _restored(checkpoint, weights, None if base is None else read_checkpoint(Path(base))["state_dict"])
+    if isinstance(run.module.network, ControlledUNet) and lora == "diffusers":
+        raise refusal("export", "lora", "merged for a ControlNet, whose adapters no pipeline loads", lora)
     network = _network(run.module, keep_adapters=lora == "merged")
     expected = digests(network.state_dict()) if check else {}
+    if isinstance(run.module.network, ControlledUNet):
+        return _write_controlnet(Path(output), network, run, expected if check else None)
     made = _pipeline(run.module, network)
     if check and made.folded:
         expected |= digests({name: network.get_parameter(name) for name in made.folded})
@@ -153,11 +159,15 @@ def _network(module: "LatentDiffusion", keep_adapters: bool) -> Any:
     from lit_efficient.models.networks.dit import DiT
 
     network: Any = module.network
+    place = _NETWORK
+    if isinstance(network, ControlledUNet):
+        network = network.controlnet
+        place = f"{_NETWORK}controlnet."
     refuse_own_layers(network)
     own = {
-        name.removeprefix(_NETWORK): tensor
+        name.removeprefix(place): tensor
         for name, tensor in _floats(module, keep_adapters).items()
-        if name.startswith(_NETWORK)
+        if name.startswith(place)
     }
     if isinstance(network, DiT):
         with torch.device("meta"):
@@ -173,6 +183,22 @@ def _network(module: "LatentDiffusion", keep_adapters: bool) -> Any:
     if size is not None and type(fresh).__name__.startswith("UNet"):  # a UNet has no fixed size, but pipelines need one
         fresh.register_to_config(sample_size=size[0])  # sizes that are not square are refused later
     return fresh.eval()
+
+
+def _write_controlnet(output: Path, network: Any, run: _Run, expected: Mapping[str, str] | None) -> Path:
+    """Write a ControlNet alone, which pipelines of its base take. ``expected``: digests of its tensors, to check it."""
+    pipeline = "StableDiffusionControlNetPipeline"
+    if network.config.addition_embed_type is not None:
+        pipeline = "StableDiffusionXLControlNetPipeline"
+
+    def write(folder: Path) -> None:
+        network.save_pretrained(folder)
+        (folder / "README.md").write_text(_controlnet_readme(pipeline, run))
+        write_sums(folder)
+        finding = "not checked" if expected is None else check_tensors(folder, "diffusers", expected)
+        print(f"{run.held} weights; {finding}", file=sys.stderr)
+
+    return write_folder(output, write, sums=False)
 
 
 def _floats(module: nn.Module, keep_adapters: bool) -> dict[str, Tensor]:
@@ -233,6 +259,20 @@ def _place(pipeline: Any) -> str:
     if hasattr(pipeline, "unet"):
         return "unet"
     return "transformer"
+
+
+def _controlnet_readme(pipeline: str, run: _Run) -> str:
+    call = f'"a caption", image=picture, guidance_scale={run.module.guidance_scale}'
+    return f"""A ControlNet of [diffusers](https://github.com/huggingface/diffusers), with {run.held} weights.
+
+```python
+from diffusers import ControlNetModel, {pipeline}
+
+controlnet = ControlNetModel.from_pretrained("FOLDER")
+pipeline = {pipeline}.from_pretrained("BASE", controlnet=controlnet)
+images = pipeline({call}).images
+```
+"""
 
 
 def _readme(made: "Pipeline", held: str, lora: bool) -> str:

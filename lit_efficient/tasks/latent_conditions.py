@@ -15,6 +15,7 @@ from lit_efficient.models.networks.condition import Condition
 from lit_efficient.surgery import moved
 
 _PROMPTS = 64  # most captions of the validation data that are kept
+_IMAGES = 8  # most captions if a network sees images, which are kept with them
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,26 @@ class Conditioning:
 
 
 class Prompts:
-    """Captions for which samples are drawn: ``given`` ones, or the first of the validation data, with their labels."""
+    """Captions for which samples are drawn: ``given`` ones, or the first of the validation data, with their labels.
+
+    For networks that see images, images of the validation data are kept with the captions, and not in checkpoints.
+    """
 
     def __init__(self, given: list[str] | None) -> None:
         self.captions = list(given or ())
         self.labels: list[int] = []
+        self.images: list[Tensor] = []  # of one size, on the CPU
         self._gathering = not given
 
-    def gather(self, batch: dict[str, Any]) -> None:
-        """Keep the captions of a validation batch, up to 64 in all."""
-        missing = _PROMPTS - len(self.captions)
+    def gather(self, batch: dict[str, Any], images: Tensor | None = None) -> None:
+        """Keep the captions of a validation batch, up to 64 in all, or up to 8 with images [B, C, H, W]."""
+        most = _PROMPTS
+        if images is not None:
+            most = _IMAGES
+            if self.images and self.images[0].shape != images.shape[1:]:  # of another bucket
+                return
+            self.images += list(images[: most - len(self.images)].float().cpu())
+        missing = most - len(self.captions)
         if not self._gathering or missing <= 0 or "captions" not in batch:
             return
         self.captions += list(batch["captions"][:missing])
@@ -151,14 +162,18 @@ class Prompts:
         if self._gathering:
             self.captions = []
             self.labels = []
+        self.images = []
 
-    def settle(self, broadcast: Callable[[Any], Any], final: bool) -> None:
+    def settle(self, broadcast: Callable[[Any], Any], final: bool, images: bool = False) -> None:
         """After a validation, use the captions of the first process on all processes. Every process must call it.
 
         Args:
             broadcast: Function that returns the first process's value of an object.
             final: Stop gathering captions if there are some.
+            images: Whether the network sees images.
         """
+        if images:
+            self.images = broadcast(self.images)
         if self._gathering:
             self.captions, self.labels = broadcast((self.captions, self.labels))
             self._gathering = not (self.captions and final)
@@ -177,6 +192,15 @@ class Prompts:
         if not self.captions or len(self.labels) != len(self.captions):
             return None
         return torch.tensor([self.labels[i % len(self.labels)] for i in range(count)])
+
+    def first_images(self, count: int) -> Tensor:
+        """Return the images of :meth:`first`, [count, C, H, W]."""
+        if not self.images:
+            raise ConfigurationError(
+                "LatentDiffusion: the network sees images, and none are known to sample with: validate once, predict "
+                "on data with condition images, or export the network to diffusers"
+            )
+        return torch.stack([self.images[i % len(self.images)] for i in range(count)])
 
     def state(self) -> dict[str, Any]:
         """Return the state as primitives, for a checkpoint."""

@@ -280,7 +280,7 @@ class LatentDiffusion(LatentGenerator):
         condition, batch = self.with_image(condition, batch, torch.Generator().manual_seed(seed))
         encoded = latent_source.with_posterior(batch, self.codec)
         if self.shape.takes_text:
-            self._prompts.gather(batch)
+            self._prompts.gather(batch, condition.image)
 
         def evaluate() -> dict[str, Tensor]:
             return self._losses(encoded, condition, process, torch.Generator().manual_seed(seed))
@@ -299,7 +299,8 @@ class LatentDiffusion(LatentGenerator):
 
     def _conclude(self, stage: str) -> None:
         if self.shape.takes_text:
-            self._prompts.settle(self.trainer.strategy.broadcast, final=not self.trainer.sanity_checking)
+            final = not self.trainer.sanity_checking
+            self._prompts.settle(self.trainer.strategy.broadcast, final, self.image_condition is not None)
         averages = self._by_noise.averages(lambda totals: self.trainer.strategy.reduce(totals, reduce_op="sum"))
         for name, value in averages.items():
             self.log(f"{stage}/loss_{name}", value, sync_dist=True)

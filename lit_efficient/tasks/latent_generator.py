@@ -296,6 +296,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         negative: str | None = None,
         count: int | None = None,
         size: tuple[int, int] | None = None,
+        image: Tensor | None = None,
     ) -> Tensor:
         """Sample normalised latents [B, c, h, w], float32. The module must be in evaluation mode.
 
@@ -310,6 +311,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
                 of the training.
             count: B, for a backbone with neither.
             size: Height and width of the latents. None takes those of the training data.
+            image: Image that the network sees, as in `Condition`, for a module with an image condition.
 
         Raises:
             ConfigurationError: For conditions that the backbone does not support, and arguments out of range.
@@ -322,6 +324,8 @@ class LatentGenerator(ChecksTypes, LightningModule):
         condition = self.conditioning.of_batch(known, self.device)
         allowed = f"null for {self.shape.name}, which takes no text"
         check("negative", negative, allowed, negative is None or self.shape.takes_text)
+        if image is not None:
+            condition = replace(condition, image=moved(image, self.device))
         return self._sample(condition, counted, generator, guidance_scale, steps, size, negative)
 
     def sample_images(self, num: int, seed: int) -> Tensor:
@@ -358,6 +362,8 @@ class LatentGenerator(ChecksTypes, LightningModule):
         if self.shape.takes_text:
             known["captions"] = self._prompts.first(count)
             labels = self._prompts.labels_of(count)
+        if self.image_condition is not None:
+            known["image"] = self._prompts.first_images(count)
         if self.shape.num_classes:
             known["labels"] = torch.arange(count) % self.shape.num_classes if labels is None else labels
         return known or {"count": count}
@@ -493,7 +499,10 @@ class LatentGenerator(ChecksTypes, LightningModule):
             steps = self.sampling_steps
         if not self.shape.conditions:
             check("guidance_scale", scale, "1 for a backbone that takes no conditions", scale == 1.0)
-        size = size or self.latent_size or self.shape.size
+        allowed = "given for a network that sees an image: predict on data with images, or pass it to sample"
+        seen = (self.image_condition is None) == (condition.image is None)
+        check("image", condition.image, allowed if self.image_condition else "null", seen)
+        size = size or self._image_size(condition.image) or self.latent_size or self.shape.size
         if size is None:
             raise ConfigurationError(
                 f"LatentDiffusion: sample needs size, the height and width of the latents, because {self.shape.name} "
@@ -518,6 +527,15 @@ class LatentGenerator(ChecksTypes, LightningModule):
         if features:
             whole, _ = split_token(whole, features)
         return whole
+
+    def _image_size(self, image: Tensor | None) -> tuple[int, int] | None:
+        """Return the height and width of the latents for an image that the network sees."""
+        if image is None:
+            return None
+        factor = 1
+        if self.image_condition is not None and self.image_condition.kind == "controlnet":
+            factor = self._decoder().factor
+        return image.shape[2] // factor, image.shape[3] // factor
 
     def _check_nothing(self) -> None:
         """Raise ConfigurationError for guidance without a text encoder, which embeds the empty caption."""
