@@ -176,6 +176,7 @@ PUBLIC: dict[str, str] = {
     "Autoencoding": "tasks.autoencoding",
     "Samples": "tasks.latent_generator",
     "LatentDiffusion": "tasks.latent_diffusion",
+    "DiffusionPreference": "tasks.diffusion_preference",
     # slot data
     "DigitImages": "data.digit_images",
     "ImageData": "data.image_data",

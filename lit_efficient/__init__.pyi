@@ -156,6 +156,7 @@ from lit_efficient.tasks.text_labelling import TextLabelling as TextLabelling
 from lit_efficient.tasks.autoencoding import Autoencoding as Autoencoding
 from lit_efficient.tasks.latent_generator import Samples as Samples
 from lit_efficient.tasks.latent_diffusion import LatentDiffusion as LatentDiffusion
+from lit_efficient.tasks.diffusion_preference import DiffusionPreference as DiffusionPreference
 from lit_efficient.data.digit_images import DigitImages as DigitImages
 from lit_efficient.data.image_data import ImageData as ImageData
 from lit_efficient.data.images.image_columns import ImageColumns as ImageColumns

@@ -34,7 +34,7 @@ MOST = 10
 # ImageSet: its crops, its captions' variants and its class images are blocks already.
 EXEMPT = {"ChatDataModule", "EncodedData", "ImageData", "LanguageData", "PhotoCrops", "PreferenceData", "PythonCorpus"}
 EXEMPT |= {"EmbeddingData", "LabelledTextData", "Preference", "Recipe", "UnpairedPreferenceData"}
-EXEMPT |= {"ImageSet", "LatentDiffusion", "LoRA", "MuonAdamW", "Rollout", "TextEncoderConfig"}
+EXEMPT |= {"DiffusionPreference", "ImageSet", "LatentDiffusion", "LoRA", "MuonAdamW", "Rollout", "TextEncoderConfig"}
 EXEMPT |= {
     "BackboneShape",
     "Card",

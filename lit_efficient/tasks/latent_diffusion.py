@@ -24,7 +24,7 @@ Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Peebles and Xie
 
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -59,6 +59,14 @@ __all__ = ["LatentDiffusion", "LatentSource", "Samples", "to_uint8"]
 
 _WARMUP_STEPS = 100
 _TINY = 1e-12
+
+
+class Noised(NamedTuple):
+    """Noisy latents of a training step."""
+
+    x: Tensor  # [B, c, h, w]
+    t: Tensor  # times, [B]
+    target: Tensor  # target of the network, [B, c, h, w]
 
 
 class LatentDiffusion(LatentGenerator):
@@ -173,12 +181,7 @@ class LatentDiffusion(LatentGenerator):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss, and per sample the loss, time, log-SNR, prediction and target for techniques."""
         count = latent_source.batch_size(batch)
-        condition = self.conditioning.of_batch(batch, self.device)
-        if self.shape.conditions:
-            hidden = torch.rand(count, device=self.device) < self.label_dropout
-            if self.label_dropout:
-                condition = condition.dropped(hidden, self.conditioning.null(self.device))
-        condition, batch = self.with_image(condition, batch, None)
+        condition, batch = self.with_image(self._trained_condition(batch, count), batch, None)
         encoded = latent_source.with_posterior(batch, self.codec)
         output = self._losses(encoded, condition, self.process, None)
         if "class_loss" in output:
@@ -228,6 +231,16 @@ class LatentDiffusion(LatentGenerator):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def _trained_condition(self, batch: dict[str, Any], count: int) -> Condition:
+        """Return the conditions of ``count`` samples, some of which are hidden."""
+        condition = self.conditioning.of_batch(batch, self.device)
+        if not self.shape.conditions:
+            return condition
+        hidden = torch.rand(count, device=self.device) < self.label_dropout
+        if not self.label_dropout:
+            return condition
+        return condition.dropped(hidden, self.conditioning.null(self.device))
+
     def _losses(
         self, batch: dict[str, Any], condition: Condition, process: DiffusionProcess, generator: torch.Generator | None
     ) -> dict[str, Tensor]:
@@ -236,11 +249,29 @@ class LatentDiffusion(LatentGenerator):
         features = self.shape.class_token.features
         if features:
             x0 = join_token(x0, self._class_features(batch, features))
+        return self._errors(batch, self._noised(x0, process, generator), condition, process)
+
+    def _noised(
+        self, x0: Tensor, process: DiffusionProcess, generator: torch.Generator | None, pairs: bool = False
+    ) -> Noised:
+        """Draw times and noise for latents. With ``pairs`` the second half of them gets those of the first half."""
+        drawn = x0.chunk(2)[0] if pairs else x0
         tokens = self.tokens((x0.shape[2], x0.shape[3]))
-        t = sample_timesteps(len(x0), self.timestep_sampling, generator, x0.device, process, tokens)
-        eps, seen = diffusion.draw_noise(x0, process, generator)
-        output = self(diffusion.add_noise(x0, seen, t, process), t, condition)
+        t = sample_timesteps(len(drawn), self.timestep_sampling, generator, x0.device, process, tokens)
+        eps, seen = diffusion.draw_noise(drawn, process, generator)
+        if pairs:
+            t, eps, seen = t.repeat(2), eps.repeat(2, 1, 1, 1), seen.repeat(2, 1, 1, 1)
         target = diffusion.target(x0, eps, t, process, self.prediction)
+        return Noised(diffusion.add_noise(x0, seen, t, process), t, target)
+
+    def _errors(
+        self, batch: dict[str, Any], noised: Noised, condition: Condition, process: DiffusionProcess
+    ) -> dict[str, Tensor]:
+        """Return the loss of noisy latents and its parts per sample."""
+        features = self.shape.class_token.features
+        target = noised.target
+        t = noised.t
+        output = self(noised.x, t, condition)
         losses = {}
         if features:
             output, predicted_token = split_token(output, features)

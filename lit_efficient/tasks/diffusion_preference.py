@@ -1,0 +1,182 @@
+"""Train a diffusion model on preferences between two images (Diffusion-DPO).
+
+    loss = -log sigmoid(-beta / 2 [(e_w - e_l) - (r_w - r_l)]);   e = mean |network(x_t, t, condition) - target|^2
+
+w is the preferred image of a pair and l the other one. Both have the same time and the same noise. r is the error of
+the reference, which is the network before training. So it is the DPO loss of :mod:`lit_efficient.losses.preference`
+with -e / 2 as log-probability.
+
+Saves: with adapters, a second model: the reference is the network itself with disabled adapters
+Costs: two images for each pair, and a forward pass of the reference; without adapters also a copy of the weights
+Source: Wallace et al. (2023), https://arxiv.org/abs/2311.12908.
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.internals.lightning_strategies import data_rank
+from lit_efficient.losses.diffusion import Prediction
+from lit_efficient.losses.diffusion_sampling import Sampler, SamplerName
+from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
+from lit_efficient.losses.preference import Kind, check_dpo, dpo_loss
+from lit_efficient.losses.timesteps import Distribution, TimestepSampling
+from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
+from lit_efficient.models.networks.condition import Condition
+from lit_efficient.models.networks.dit import DiTConfig
+from lit_efficient.surgery import moved
+from lit_efficient.tasks import latent_source
+from lit_efficient.tasks.keeps_reference import KeepsReference
+from lit_efficient.tasks.latent_diffusion import LatentDiffusion
+from lit_efficient.tasks.latent_generator import FIXED_SEED, Samples
+from lit_efficient.tasks.pairs import Comparison, pairs_of
+
+
+class DiffusionPreference(KeepsReference, LatentDiffusion):
+    """Preference learning on pairs of images with one caption.
+
+    Batches have ``images``, of which each is preferred to the image in ``condition`` at the same place, [B, C, H, W]
+    each. `ImageData` makes such batches from two folders with the same names: ``images`` and ``condition`` of a set.
+    Both get the same crop and flip.
+
+    Logs ``loss``, ``accuracy`` (share of pairs whose preferred image has the higher reward), ``margin``,
+    ``rewards/chosen`` and ``rewards/rejected`` under ``train/``, ``val/`` and ``test/``. The reward of an image is
+    ``beta / 2`` times the reference's error minus the network's.
+
+    Args:
+        backbone: As in `LatentDiffusion`, with trained weights.
+        beta: Strength of the reference, above 0.
+        loss: ``sigmoid`` (DPO), ``hinge`` or ``ipo``.
+        label_smoothing: Probability that a pair is labelled the wrong way round, in [0, 0.5). Only for sigmoid.
+        labelled: Whether the ``labels`` of a batch say which image of a pair is preferred: 1 for ``images``, 0 for
+            ``condition``.
+        prediction: As in `LatentDiffusion`.
+        schedule: As in `LatentDiffusion`.
+        timestep_sampling: As in `LatentDiffusion`.
+        label_dropout: As in `LatentDiffusion`. Both images of a pair lose their caption.
+        guidance_scale: As in `LatentDiffusion`.
+        sampling_steps: As in `LatentDiffusion`.
+        sampler: As in `LatentDiffusion`.
+        learning_rate: As in `LatentDiffusion`.
+        samples: As in `LatentDiffusion`.
+        override: As in `LatentDiffusion`.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("loss_weight", "mask", "condition")  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        backbone: DiTConfig | DiffusersModelConfig = DiTConfig(),  # noqa: B008 (frozen)
+        beta: float = 5000.0,
+        loss: Kind = "sigmoid",
+        label_smoothing: float = 0.0,
+        labelled: bool = False,
+        prediction: Prediction | None = None,
+        schedule: Schedule | DiffusionProcess | None = None,
+        timestep_sampling: Distribution | TimestepSampling | None = None,
+        label_dropout: float = 0.1,
+        guidance_scale: float = 2.0,
+        sampling_steps: int = 20,
+        sampler: SamplerName | Sampler = "builtin",
+        learning_rate: float = 1e-5,
+        samples: Samples = Samples(),  # noqa: B008 (frozen)
+        override: list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            backbone=backbone,
+            prediction=prediction,
+            schedule=schedule,
+            timestep_sampling=timestep_sampling,
+            label_dropout=label_dropout,
+            guidance_scale=guidance_scale,
+            sampling_steps=sampling_steps,
+            sampler=sampler,
+            learning_rate=learning_rate,
+            samples=samples,
+            override=override,
+        )
+        check_dpo("DiffusionPreference", beta, loss, label_smoothing)
+        features = self.shape.class_token.features
+        if features:
+            raise refusal("DiffusionPreference", "backbone.variant.class_token.features", "0", features)
+        self.beta = beta
+        self.loss = loss
+        self.label_smoothing = label_smoothing
+        self.labelled = labelled
+        own = {"beta": beta, "loss": loss, "label_smoothing": label_smoothing, "labelled": labelled}
+        self.save_hyperparameters(own)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """Return the mean loss over pairs, and the loss of each pair ``[B]`` for techniques that reweight samples."""
+        count = latent_source.batch_size(batch)
+        done = self._compared(batch, self._trained_condition(batch, count), self.process, None)
+        for name, value in done.figures().items():
+            shown = name in ("loss", "accuracy") and logs_in_bar(value)
+            self.log(f"train/{name}", value, prog_bar=shown, batch_size=count)
+        losses = done.losses
+        if "loss_weight" in batch:
+            losses = losses * moved(batch["loss_weight"], losses.device).to(losses.dtype)
+        return {"loss": losses.mean(), "sample_loss": losses}
+
+    def _evaluate(self, stage: str, batch: dict[str, Any], batch_idx: int) -> None:
+        seed = FIXED_SEED + batch_idx * self.trainer.world_size + data_rank(self.trainer)
+        process = replace(self.process, input_perturbation=0.0)  # only for training
+        condition = self.conditioning.of_batch(batch, self.device)
+        if self.shape.takes_text:
+            self._prompts.gather(batch)
+        done = self._compared(batch, condition, process, torch.Generator().manual_seed(seed))
+        for name, value in done.figures().items():
+            shown = name in ("loss", "accuracy")
+            self.log(f"{stage}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=True)
+
+    def _compared(
+        self, batch: dict[str, Any], condition: Condition, process: DiffusionProcess, generator: torch.Generator | None
+    ) -> Comparison:
+        """Return the losses and rewards of the pairs of a batch."""
+        pairs = latent_source.with_posterior(self._pairs(batch), self.codec)
+        both = condition.followed_by(condition)
+        x0 = latent_source.draw_latents(pairs, generator)
+        noised = self._noised(x0, process, generator, pairs=True)
+
+        def scores() -> Tensor:
+            return -self._errors(pairs, noised, both, process)["sample_loss"] / 2.0
+
+        reference = self.reference()
+        assert reference is not None
+        assert self.network is not None
+        # It runs first, so that its activations are freed before the policy saves its own for the backward pass.
+        refs = pairs_of(reference(self.network, scores))
+        policy = pairs_of(scores())
+        losses = dpo_loss(*policy, *refs, self.beta, self.loss, self.label_smoothing)
+        chosen, rejected = (own.detach() - ref for own, ref in zip(policy, refs))
+        return Comparison(losses, self.beta * chosen, self.beta * rejected)
+
+    def _pairs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the preferred images of a batch, followed by the others, and their masks."""
+        for name in ("images", "condition"):
+            if name not in batch:
+                raise ConfigurationError(
+                    f"DiffusionPreference: a batch must have images and condition, the other image of each pair; this "
+                    f"one has {', '.join(sorted(batch))}. Use a set with a condition, and no cached latents"
+                )
+        images = batch["images"]
+        others = batch["condition"]
+        if self.labelled:
+            first = self._preferred(batch, images)
+            images, others = torch.where(first, images, others), torch.where(first, others, images)
+        found = {"images": torch.cat([images, others])}
+        if "mask" in batch:
+            found["mask"] = batch["mask"].repeat(2, 1, 1, 1)
+        return found
+
+    def _preferred(self, batch: dict[str, Any], images: Tensor) -> Tensor:
+        """Return whether the first image of each pair is preferred, [B, 1, 1, 1]."""
+        labels = moved(batch["labels"], images.device) if "labels" in batch else None
+        if labels is None or not ((labels == 0) | (labels == 1)).all():
+            found = "none" if labels is None else labels.tolist()
+            raise refusal("DiffusionPreference", "the labels of a batch", "0 or 1 with labelled", found)
+        return (labels == 1).reshape(-1, 1, 1, 1)

@@ -1,0 +1,142 @@
+"""Diffusion-DPO: the loss of diffusers' script, its reference, and runs that resume."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lit_efficient import (
+    ConfigurationError,
+    DiffusersModelConfig,
+    DiffusionPreference,
+    ExactResume,
+    LoRA,
+    Samples,
+)
+from lit_efficient.errors import CheckpointError
+from lit_efficient.models.libraries.latent_codec import LatentCodec, find_autoencoder
+from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
+from tests import tiny_pipelines
+from tests.support import QUIET, assert_equal
+from tests.tasks.test_exact_resume_of_tasks import SaveEverywhere
+from tests.tasks.test_image_condition_runs import Pictures
+from tests.tasks.test_image_conditions import batch_of, noised, shaken, text_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:A caption has")
+
+
+def made(folder: Path, **arguments: Any) -> DiffusionPreference:
+    torch.manual_seed(0)
+    spec = DiffusersModelConfig(str(folder))
+    module = DiffusionPreference(spec, samples=Samples(0), label_dropout=0.0, guidance_scale=1.0, **arguments)
+    module.codec = LatentCodec.declared(find_autoencoder(spec))
+    module.text_encoder = TextEncoder.load(TextEncoderConfig(str(folder)))
+    module.configure_model()
+    module.log = lambda *_, **__: None  # type: ignore[assignment, method-assign]
+    return module
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_the_loss_is_that_of_diffusers_script(labelled: bool, tmp_path: Path) -> None:
+    """examples/research_projects/diffusion_dpo/train_diffusion_dpo_sdxl.py of diffusers, line by line."""
+    base = tiny_pipelines.written("sdxl", tmp_path)
+    module = made(tmp_path, beta=200.0, labelled=labelled)
+    module.reference()
+    shaken(module.network)  # type: ignore[arg-type]
+    batch = batch_of(3)
+    del batch["mask"]
+    winners, losers = batch["images"], batch["condition"]
+    if labelled:
+        batch["labels"] = torch.tensor([0, 1, 0])
+        first = torch.tensor([False, True, False]).view(3, 1, 1, 1)
+        winners, losers = torch.where(first, winners, losers), torch.where(first, losers, winners)
+    torch.manual_seed(7)
+    output = module.training_step(batch, 0)
+    output["loss"].backward()
+
+    torch.manual_seed(7)
+    torch.rand(3)  # the draw of hidden captions
+    mean, logvar = module.codec.encode(torch.cat([winners, losers]))  # type: ignore[union-attr]
+    x0 = mean + (logvar / 2).exp() * torch.randn(mean.shape)  # type: ignore[operator]
+    entries, noise, _, _ = noised(module, x0[:3], "sdxl")
+    entries, noise = entries.repeat(2), noise.repeat(2, 1, 1, 1)
+    table = tiny_pipelines.diffusers.DDPMScheduler.from_config(base.scheduler.config)
+    noisy = table.add_noise(x0, noise, entries)
+    hidden, pooled = text_of(module, batch["captions"])
+    added = {"text_embeds": pooled.repeat(2, 1), "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 6)}
+
+    def errors(unet: Any) -> torch.Tensor:
+        found = unet(noisy, entries, hidden.repeat(2, 1, 1), added_cond_kwargs=added).sample
+        return F.mse_loss(found, noise, reduction="none").mean(dim=[1, 2, 3])
+
+    ours_w, ours_l = errors(module.network).chunk(2)
+    with torch.no_grad():
+        theirs_w, theirs_l = errors(base.unet).chunk(2)
+    inside = -0.5 * 200.0 * ((ours_w - ours_l) - (theirs_w - theirs_l))
+    expected = -F.logsigmoid(inside)
+    torch.testing.assert_close(output["sample_loss"], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output["loss"], expected.mean(), rtol=1e-5, atol=1e-5)
+    ours = [p.grad.clone() for p in module.network.parameters()]  # type: ignore[union-attr]
+    module.zero_grad()
+    expected.mean().backward()
+    for one, parameter in zip(ours, module.network.parameters()):  # type: ignore[union-attr]
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def fit(folder: Path, *callbacks: L.Callback, seed: int = 0, ckpt: Path | None = None) -> DiffusionPreference:
+    L.seed_everything(seed, verbose=False)
+    spec = DiffusersModelConfig(str(folder))
+    module = DiffusionPreference(spec, samples=Samples(0), learning_rate=1e-3, guidance_scale=3.0)
+    runner = L.Trainer(**QUIET | {"max_steps": 4, "max_epochs": -1, "val_check_interval": 4}, callbacks=[*callbacks])
+    runner.fit(module, Pictures(folder), ckpt_path=ckpt)
+    assert {"val/loss", "val/accuracy", "train/margin"} <= runner.callback_metrics.keys()
+    return module
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_resumed_run_ends_with_the_same_bits_and_the_same_reference(adapters: bool, tmp_path: Path) -> None:
+    base = tiny_pipelines.written("sd15", tmp_path / "base")
+    techniques = lambda: [LoRA(rank=2)] if adapters else []  # noqa: E731
+    whole = fit(tmp_path / "base", *techniques(), ExactResume(), SaveEverywhere(tmp_path))
+    again = fit(tmp_path / "base", *techniques(), ExactResume(), seed=1, ckpt=tmp_path / "2.ckpt")
+    assert_equal(whole.state_dict(), again.state_dict())
+    for module in (whole, again):
+        reference: Any = module.reference()
+        network: Any = module.network
+        x, t, text = torch.randn(1, 4, 8, 8), torch.tensor([500]), torch.randn(1, 5, 16)
+        found = reference(network, functools.partial(prediction, network, x, t, text))
+        with torch.no_grad():
+            torch.testing.assert_close(found, base.unet(x, t, text).sample)
+            assert not torch.equal(found, network(x, t, text).sample)
+    if not adapters:
+        tiny_pipelines.written("sd15", tmp_path / "other")
+        unet = tmp_path / "other" / "unet"
+        torch.manual_seed(9)
+        shaken(base.unet)
+        base.unet.save_pretrained(unet)
+        with pytest.raises(CheckpointError, match="DiffusionPreference: the run of this checkpoint started from other"):
+            fit(tmp_path / "other", ckpt=tmp_path / "2.ckpt")
+
+
+def prediction(network: Any, *inputs: torch.Tensor) -> Any:
+    return network(*inputs).sample
+
+
+def test_batches_without_pairs_are_refused(tmp_path: Path) -> None:
+    tiny_pipelines.written("sd15", tmp_path)
+    batch = batch_of(2)
+    without = {name: value for name, value in batch.items() if name != "condition"}
+    with pytest.raises(ConfigurationError, match="a batch must have images and condition, the other image of each"):
+        made(tmp_path).training_step(without, 0)
+    for labels in (None, torch.tensor([0, 2])):
+        given = batch if labels is None else batch | {"labels": labels}
+        with pytest.raises(ConfigurationError, match="labels of a batch must be 0 or 1 with labelled, got"):
+            made(tmp_path, labelled=True).training_step(given, 0)
+    with pytest.raises(ConfigurationError, match="DiffusionPreference: beta must be"):
+        made(tmp_path, beta=0.0)
