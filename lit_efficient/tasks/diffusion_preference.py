@@ -35,13 +35,15 @@ from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 from lit_efficient.tasks.latent_generator import FIXED_SEED, Samples
 from lit_efficient.tasks.pairs import Comparison, pairs_of
 
+_LATENTS = ("latents", "mean", "logvar")  # entries of batches that are latents or their posterior
+
 
 class DiffusionPreference(KeepsReference, LatentDiffusion):
     """Preference learning on pairs of images with one caption.
 
-    Batches have ``images``, of which each is preferred to the image in ``condition`` at the same place, [B, C, H, W]
-    each. `ImageData` makes such batches from two folders with the same names: ``images`` and ``condition`` of a set.
-    Both get the same crop and flip.
+    Batches have ``images`` or their latents, and ``condition`` [B, C, H, W], the other image of each pair. `ImageData`
+    makes such batches from two folders with the same names: ``images`` and ``condition`` of a set. Both get the same
+    crop and flip.
 
     Logs ``loss``, ``accuracy`` (share of pairs whose preferred image has the higher reward), ``margin``,
     ``rewards/chosen`` and ``rewards/rejected`` under ``train/``, ``val/`` and ``test/``. The reward of an image is
@@ -66,7 +68,7 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
         override: As in `LatentDiffusion`.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("loss_weight", "mask", "condition")  # type: ignore[assignment]
+    reads: ClassVar[tuple[str, ...]] = ("loss_weight", "mask", "condition")
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
         self, batch: dict[str, Any], condition: Condition, process: DiffusionProcess, generator: torch.Generator | None
     ) -> Comparison:
         """Return the losses and rewards of the pairs of a batch."""
-        pairs = latent_source.with_posterior(self._pairs(batch), self.codec)
+        pairs = self._pairs(batch)
         both = condition.followed_by(condition)
         x0 = latent_source.draw_latents(pairs, generator)
         noised = self._noised(x0, process, generator, pairs=True)
@@ -156,27 +158,31 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
         return Comparison(losses, self.beta * chosen, self.beta * rejected)
 
     def _pairs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the preferred images of a batch, followed by the others, and their masks."""
-        for name in ("images", "condition"):
-            if name not in batch:
-                raise ConfigurationError(
-                    f"DiffusionPreference: a batch must have images and condition, the other image of each pair; this "
-                    f"one has {', '.join(sorted(batch))}. Use a set with a condition, and no cached latents"
-                )
-        images = batch["images"]
-        others = batch["condition"]
+        """Return the latents of the preferred images of a batch, followed by those of the others, and their masks."""
+        if "condition" not in batch:
+            raise ConfigurationError(
+                "DiffusionPreference: a batch must have a condition, the other image of each pair; this one has "
+                f"{', '.join(sorted(batch))}. Use a set of images with a condition"
+            )
+        ours = latent_source.with_posterior(batch, self.codec)
+        theirs = latent_source.with_posterior({"images": batch["condition"]}, self.codec)
+        if "latents" in ours:
+            theirs = {"latents": theirs["mean"]}
+        found = {name: torch.cat([ours[name], theirs[name]]) for name in _LATENTS if name in ours and name in theirs}
         if self.labelled:
-            first = self._preferred(batch, images)
-            images, others = torch.where(first, images, others), torch.where(first, others, images)
-        found = {"images": torch.cat([images, others])}
-        if "mask" in batch:
-            found["mask"] = batch["mask"].repeat(2, 1, 1, 1)
+            order = self._order(batch, self.device)
+            found = {name: values[order] for name, values in found.items()}
+        if "mask" in ours:
+            found["mask"] = ours["mask"].repeat(2, 1, 1, 1)
         return found
 
-    def _preferred(self, batch: dict[str, Any], images: Tensor) -> Tensor:
-        """Return whether the first image of each pair is preferred, [B, 1, 1, 1]."""
-        labels = moved(batch["labels"], images.device) if "labels" in batch else None
+    def _order(self, batch: dict[str, Any], device: torch.device) -> Tensor:
+        """Return the rows of the preferred images among those of all pairs, then the rows of the others, [2 B]."""
+        labels = moved(batch["labels"], device) if "labels" in batch else None
         if labels is None or not ((labels == 0) | (labels == 1)).all():
             found = "none" if labels is None else labels.tolist()
             raise refusal("DiffusionPreference", "the labels of a batch", "0 or 1 with labelled", found)
-        return (labels == 1).reshape(-1, 1, 1, 1)
+        rows = torch.arange(len(labels), device=device)
+        others = rows + len(labels)
+        first = labels == 1
+        return torch.cat([torch.where(first, rows, others), torch.where(first, others, rows)])
