@@ -177,6 +177,12 @@ PUBLIC: dict[str, str] = {
     "Samples": "tasks.latent_generator",
     "LatentDiffusion": "tasks.latent_diffusion",
     "DiffusionPreference": "tasks.diffusion_preference",
+    "FewStepDiffusion": "tasks.few_step_diffusion",
+    "ConsistencyDistillation": "tasks.consistency_distillation",
+    "ConsistencyLoss": "tasks.consistency_distillation",
+    "DistributionMatching": "tasks.distribution_matching",
+    "MeanFlow": "losses.few_steps",
+    "Shortcut": "losses.few_steps",
     # slot data
     "DigitImages": "data.digit_images",
     "ImageData": "data.image_data",

@@ -157,6 +157,12 @@ from lit_efficient.tasks.autoencoding import Autoencoding as Autoencoding
 from lit_efficient.tasks.latent_generator import Samples as Samples
 from lit_efficient.tasks.latent_diffusion import LatentDiffusion as LatentDiffusion
 from lit_efficient.tasks.diffusion_preference import DiffusionPreference as DiffusionPreference
+from lit_efficient.tasks.few_step_diffusion import FewStepDiffusion as FewStepDiffusion
+from lit_efficient.tasks.consistency_distillation import ConsistencyDistillation as ConsistencyDistillation
+from lit_efficient.tasks.consistency_distillation import ConsistencyLoss as ConsistencyLoss
+from lit_efficient.tasks.distribution_matching import DistributionMatching as DistributionMatching
+from lit_efficient.losses.few_steps import MeanFlow as MeanFlow
+from lit_efficient.losses.few_steps import Shortcut as Shortcut
 from lit_efficient.data.digit_images import DigitImages as DigitImages
 from lit_efficient.data.image_data import ImageData as ImageData
 from lit_efficient.data.images.image_columns import ImageColumns as ImageColumns

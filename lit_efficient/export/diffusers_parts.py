@@ -14,7 +14,7 @@ from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.losses.timesteps import shift_at
 
-EVERY: tuple[str, ...] = ("ddim", "euler", "heun", "dpmsolver++")
+EVERY: tuple[str, ...] = ("ddim", "euler", "heun", "dpmsolver++", "lcm")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ def scheduler_of(parts: Parts, allowed: tuple[str, ...], of_flow: tuple[str, ...
         )
     supported = of_flow if process.schedule == "flow" else allowed
     sampler = replace(parts.sampler, shift=shift)
+    if sampler.name == "lcm" and sampler.name not in supported:
+        raise ConfigurationError(
+            "export: the pipeline has no scheduler for a network that was distilled for the sampler lcm on "
+            f"{process.schedule!r}: use format safetensors for the weights alone"
+        )
     if not (sampler.name in supported or (sampler.names_class and "euler" in supported)):
         # The built-in sampler equals DDIM.
         sampler = Sampler(of_flow[0] if process.schedule == "flow" else "ddim", shift=shift)

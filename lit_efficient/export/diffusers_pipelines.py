@@ -71,7 +71,7 @@ def _dit(parts: Parts) -> Pipeline:
     refuse_rescale(parts, "DiTPipeline")
     if network.config.num_embeds_ada_norm != NULL_CLASS:
         network = fold_labels(network, NULL_CLASS)
-    scheduler = scheduler_of(parts, ("ddim", "dpmsolver++"))
+    scheduler = scheduler_of(parts, ("ddim", "dpmsolver++", "lcm"))
     pipeline: Any = DiTPipeline(transformer=network, vae=parts.vae, scheduler=scheduler)
     return Pipeline(pipeline, call_of(parts, "class_labels=[0]"))
 

@@ -80,11 +80,11 @@ def export_pipeline(
     check_new_folder(Path(output), "export")
     checkpoint = read_checkpoint(Path(path))
     converters(checkpoint, "format diffusers")
-    if not {"backbone", "prediction", "schedule"} <= checkpoint.get("hyper_parameters", {}).keys():
+    if "latent_diffusion" not in checkpoint:
         raise ConfigurationError(
             f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is another one"
         )
-    run = _restored(checkpoint, weights, None if base is None else read_checkpoint(Path(base))["state_dict"])
+    run = _restored(checkpoint, path, weights, None if base is None else read_checkpoint(Path(base))["state_dict"])
     if isinstance(run.module.network, ControlledUNet) and lora == "diffusers":
         raise refusal("export", "lora", "merged for a ControlNet, whose adapters no pipeline loads", lora)
     network = _network(run.module, keep_adapters=lora == "merged")
@@ -121,15 +121,15 @@ class _Run:
     held: str
 
 
-def _restored(checkpoint: Checkpoint, weights: Weights, base: Mapping[str, Tensor] | None) -> _Run:
-    from lit_efficient.tasks.latent_diffusion import LatentDiffusion
+def _restored(checkpoint: Checkpoint, path: object, weights: Weights, base: Mapping[str, Tensor] | None) -> _Run:
+    from lit_efficient.tasks.loading import latent_diffusion_of
 
-    arguments = checkpoint["hyper_parameters"]
-    described = checkpoint.get("latent_diffusion", {}).get("backbone")
+    described = checkpoint["latent_diffusion"]["backbone"]
     if base is not None and described is not None:  # the model that the backbone names may be gone
-        arguments = {**arguments, "backbone": described}
+        arguments = {**checkpoint["hyper_parameters"], "backbone": described}
+        checkpoint = {**checkpoint, "hyper_parameters": arguments}
     with own_draws():
-        module = LatentDiffusion(**arguments)
+        module = latent_diffusion_of(checkpoint, path)
         module.configure_model()
     if base is not None:
         _load_base(module, base)

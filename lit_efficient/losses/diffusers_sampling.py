@@ -1,6 +1,6 @@
 """Schedulers of diffusers, built from a diffusion process, for sampling here and in exported pipelines.
 
-    process     ddim            euler                     heun                   dpmsolver++
+    process     ddim            euler                     heun                   dpmsolver++, lcm
     tables      DDIM            EulerDiscrete             HeunDiscrete (*)       DPMSolverMultistep
     cosine      DDIM            EulerDiscrete             -                      DPMSolverMultistep
     flow        = euler         FlowMatchEulerDiscrete    FlowMatchHeunDiscrete  DPMSolverMultistep (flow sigmas)
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, install_line, refusal
+from lit_efficient.errors import ConfigurationError, check_number, install_line, refusal
+from lit_efficient.losses.consistency import GRID
 from lit_efficient.losses.diffusion import Prediction, convert
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.named_schedulers import (
@@ -54,6 +55,7 @@ _VP = {
     "euler": "EulerDiscreteScheduler",
     "heun": "HeunDiscreteScheduler",
     "dpmsolver++": "DPMSolverMultistepScheduler",
+    "lcm": "LCMScheduler",
 }
 _FLOW = {
     "ddim": "FlowMatchEulerDiscreteScheduler",
@@ -81,7 +83,8 @@ def scheduler_for(
 
     Args:
         process: The process.
-        sampler: ddim, euler, heun, dpmsolver++ or the name of a scheduler class, or a whole `Sampler`.
+        sampler: ddim, euler, heun, dpmsolver++, lcm (not for flow) or the name of a scheduler class, or a whole
+            `Sampler`.
         prediction: Target of the outputs that its ``step`` receives. ``None`` takes :func:`native_prediction`. For an
             exported pipeline it must be the target that the network predicts.
         shift: Shift of the sampling times, for flow only.
@@ -110,6 +113,9 @@ def scheduler_for(
 
 def _build(process: DiffusionProcess, sampler: str, prediction: Prediction, shift: float) -> Any:
     schedulers = _diffusers(sampler)
+    if sampler == "lcm" and process.schedule == "flow":
+        # FlowMatchLCMScheduler has other times.
+        raise ConfigurationError("scheduler_for: diffusers' pipelines have no scheduler of lcm for flow with its times")
     if process.schedule == "flow":
         options: dict[str, object] = {"shift": shift}
         if sampler == "dpmsolver++":
@@ -136,11 +142,15 @@ def check_sampler(process: DiffusionProcess, sampler: Sampler, prediction: Predi
         return
     if sampler.names_class:
         scheduler_class(name)
-    else:
+    elif name != "lcm":
         _diffusers(name)
+    elif schedule == "edm":
+        raise refusal("Sampler", "name", "builtin, ddim, euler or dpmsolver++ on 'edm', without lcm", name)
     if sampler.shift not in (None, 1.0) and schedule != "flow":
         allowed = f"1 for diffusers' {name} on {schedule!r} (they shift flow only; name=builtin shifts every process)"
         raise refusal("Sampler", "shift", allowed, sampler.shift)
+    if name == "lcm" and sampler.shift not in (None, 1.0):
+        raise refusal("Sampler", "shift", "1 for lcm, whose times are those of its distillation", sampler.shift)
     if prediction == "eps" and process.ends_in_noise:
         reason = "diffusers' samplers start at pure noise, where eps does not determine the data"
         allowed = f"builtin for prediction 'eps' on {schedule!r} ({reason}; or train v)"
@@ -158,6 +168,8 @@ def check_steps(process: DiffusionProcess, sampler: Sampler, steps: int, predict
     if sampler.names_class:
         check_named(process, sampler, prediction, steps)
         return
+    if sampler.name == "lcm":
+        check_number("Sampler", "sampling_steps", steps, least=1, most=GRID, whole=True)
     if sampler.name == "builtin" or process.schedule in ("flow", "edm"):
         return
     if not 1 <= steps <= STEPS or (sampler.name == "ddim" and STEPS % steps):

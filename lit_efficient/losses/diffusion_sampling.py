@@ -27,7 +27,7 @@ from lit_efficient.losses.diffusion import Prediction, alpha_sigma, to_x0_eps
 from lit_efficient.losses.noise_process import AFTER_ZERO, DiffusionProcess, Schedule, as_process
 from lit_efficient.losses.timesteps import ResolutionShift, read_shift, shift_times
 
-SamplerName = Literal["builtin", "ddim", "euler", "heun", "dpmsolver++"]
+SamplerName = Literal["builtin", "ddim", "euler", "heun", "dpmsolver++", "lcm"]
 
 # With `eps` the data is (x - sigma eps) / alpha. At alpha = 0 this is 0 / 0, and close to it the error of the network
 # is multiplied by hundreds. At time 0.98 alpha is 0.02 to 0.03, so pure noise still looks like the training data.
@@ -40,9 +40,10 @@ class Sampler:
     """Settings of the sampler.
 
     Args:
-        name: builtin (DDIM for any process, which is Euler for flow and edm), or a scheduler of diffusers: ddim, euler,
-            heun, dpmsolver++, or any class by its name, such as UniPCMultistepScheduler. A class gets betas, prediction
-            type and shift of the training, and runs as in diffusers' pipelines.
+        name: builtin (DDIM for any process, which is Euler for flow and edm), lcm for distilled networks of up to 50
+            steps, or a scheduler of diffusers: ddim, euler, heun, dpmsolver++, or any class by its name, such as
+            UniPCMultistepScheduler. A class gets betas, prediction type and shift of the training, and runs as in
+            diffusers' pipelines.
         guidance_rescale: Share of the guided prediction that is rescaled to the standard deviation of the conditional
             one, in [0, 1]. The paper uses 0.7. Strong guidance without rescaling over-saturates.
         shift: Above 0. Values above 1 place more steps at high noise, as large latents need. A `ResolutionShift`

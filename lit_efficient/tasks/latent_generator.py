@@ -9,7 +9,7 @@ Costs: one evaluation of the network a step, two with guidance.
 Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -97,6 +97,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
     """Sampling of latents and images for labels, captions, both or neither, depending on the backbone."""
 
     trains_on: ClassVar[tuple[str, ...]] = ("latents", "images")
+    loads_as: ClassVar[str] = "LatentDiffusion"  # public class as which checkpoints of this task are loaded
 
     def __init__(
         self,
@@ -253,6 +254,12 @@ class LatentGenerator(ChecksTypes, LightningModule):
             [B, c, h, w], float32.
         """
         assert self.network is not None, "configure_model() builds the network"
+        return self.prediction_of(self.network, x, t, condition)
+
+    def prediction_of(
+        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition | Tensor | None = None
+    ) -> Tensor:
+        """Predict the target with a network of the same kind. Arguments and result are those of :meth:`forward`."""
         known = condition if isinstance(condition, Condition) else Condition(labels=condition)
         if known.sizes is None and self.shape.takes_text and self.codec is not None:
             # The sizes of uncropped images that have these latents.
@@ -260,7 +267,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
             sizes = moved(torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32), x.device)
             known = replace(known, sizes=sizes.expand(len(x), -1))
         scaled = x * diffusion.per_sample(self.process.input_scale(t), x)
-        return backbones.call_backbone(self.network, scaled, t, known, self.process).float()
+        return backbones.call_backbone(network, scaled, t, known, self.process).float()
 
     def with_image(
         self, condition: Condition, batch: dict[str, Any], generator: torch.Generator | None
@@ -437,6 +444,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         if self.text_encoder is not None:
             checkpoint[_TEXT_KEY] = self.text_encoder.state_dict()
         checkpoint[_OWN_KEY] = {
+            "task": self.loads_as,
             "latent_size": None if self.latent_size is None else list(self.latent_size),
             "prompts": self._prompts.state(),
             "backbone": self._described,
@@ -521,12 +529,35 @@ class LatentGenerator(ChecksTypes, LightningModule):
             part = slice(start, start + _SAMPLED_AT_ONCE)
             if isinstance(generator, Sequence):
                 draws = generator[part]
-            predict = guided(self, condition.rows(part), null, scale, sampler, self.norm_side)
-            drawn.append(sample_latents(predict, noise[part], steps, self.process, self.prediction, sampler, draws))
+            drawn.append(self._integrated(condition.rows(part), noise[part], null, scale, steps, sampler, draws))
         whole = torch.cat(drawn)
         if features:
             whole, _ = split_token(whole, features)
         return whole
+
+    def _integrated(
+        self,
+        condition: Condition,
+        noise: Tensor,
+        null: Callable[[], Condition],
+        scale: float,
+        steps: int,
+        sampler: Sampler,
+        generator: torch.Generator | Sequence[torch.Generator] | None,
+    ) -> Tensor:
+        """Integrate noise to latents, [B, c, h, w] each, float32.
+
+        Args:
+            condition: Conditions of the samples.
+            noise: Standard normal noise.
+            null: Returns the empty condition of a sample.
+            scale: Guidance scale.
+            steps: Steps of the sampler.
+            sampler: The sampler.
+            generator: Generator of further noise, or one for each sample. None takes torch's global generator.
+        """
+        predict = guided(self, condition, null, scale, sampler, self.norm_side)
+        return sample_latents(predict, noise, steps, self.process, self.prediction, sampler, generator)
 
     def _image_size(self, image: Tensor | None) -> tuple[int, int] | None:
         """Return the height and width of the latents for an image that the network sees."""

@@ -1,10 +1,12 @@
 """Sampling of latents with a conditional network: classifier-free guidance and samplers."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.losses.consistency import consistency_sample
 from lit_efficient.losses.diffusers_sampling import sample_with_diffusers
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler, ddim_sample, guide, sampling_times, with_patch_norms
@@ -79,10 +81,13 @@ def sample_latents(
     sampler: Sampler,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> Tensor:
-    """Integrate noise [B, c, h, w] to latents, float32, with the builtin sampler or one of diffusers.
+    """Integrate noise [B, c, h, w] to latents, float32, with the builtin sampler, lcm or one of diffusers.
 
-    ``generator`` is for schedulers that draw noise in each step.
+    ``generator`` is for samplers that draw noise in each step.
     """
+    if sampler.name == "lcm":
+        renoise = partial(draw_noise, tuple(noise.shape), generator, noise.device)
+        return consistency_sample(predict, noise, steps, process, prediction, renoise)
     if sampler.name != "builtin":
         return sample_with_diffusers(predict, noise, steps, process, prediction, sampler, generator)
     times = sampling_times(steps, prediction, process, shift_at(sampler.shift, noise[0, 0].numel()))

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lit_efficient
 from lit_efficient.data.text.chat_tokenizer import pack_tokenizer
@@ -15,6 +15,8 @@ from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.libraries.gguf_file import is_gguf, read_tokenizer
 from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.language_modeling import LanguageModeling
+
+_Class = TypeVar("_Class")
 
 
 def load_language_model(path: str, weights: Any = "auto") -> tuple[Any, str]:
@@ -81,29 +83,43 @@ def load_latent_diffusion(path: str, weights: Any = "auto") -> tuple[Any, str]:
         weights: ``auto``, ``average`` or ``raw``. See `lit_efficient.restore`.
 
     Raises:
-        CheckpointError: If the file cannot be read, or is not of this task.
+        CheckpointError: If the file cannot be read, or is not of this task or one derived from it.
     """
-    from lit_efficient.tasks.latent_diffusion import LatentDiffusion  # language models do not need it
-
     checkpoint = read_checkpoint(path)
-    arguments = checkpoint.get("hyper_parameters") or {}
-    if not {"backbone", "prediction", "schedule"} <= arguments.keys():
+    if "latent_diffusion" not in checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint of LatentDiffusion")
     with own_draws():
-        model = LatentDiffusion(**arguments)
+        model = latent_diffusion_of(checkpoint, path)
         model.configure_model()
     model.on_load_checkpoint(checkpoint)
     return model, take_weights(model, checkpoint, weights)
 
 
+def latent_diffusion_of(checkpoint: Mapping[str, Any], path: object) -> Any:
+    """Return the module of a checkpoint of latent diffusion by its arguments, without network and weights.
+
+    Raises:
+        CheckpointError: If the checkpoint is of a task that this package does not have.
+    """
+    from lit_efficient.tasks.latent_diffusion import LatentDiffusion  # language models do not need it
+
+    cls = _class_of(checkpoint["latent_diffusion"]["task"], path, LatentDiffusion, "a latent diffusion model")
+    known = inspect.signature(cls).parameters
+    return cls(**{name: value for name, value in checkpoint["hyper_parameters"].items() if name in known})
+
+
 def _task(checkpoint: Mapping[str, Any], path: str) -> type[LanguageModeling]:
-    """Return the class that a checkpoint names. Only public tasks are allowed, so that a file cannot run other code."""
-    name = str(checkpoint["language_modeling"]["task"])
-    if not lit_efficient.PUBLIC.get(name, "").startswith("tasks."):
+    """Return the class that a checkpoint of a language model names."""
+    return _class_of(checkpoint["language_modeling"]["task"], path, LanguageModeling, "a language model")
+
+
+def _class_of(name: object, path: object, base: type[_Class], noun: str) -> type[_Class]:
+    """Return a class by its name. Only public tasks are allowed, so that a file cannot run other code."""
+    if not lit_efficient.PUBLIC.get(str(name), "").startswith("tasks."):
         raise CheckpointError(f"{path} is of the task {name!r}, which this package does not have")
-    cls = getattr(lit_efficient, name)
-    if not (isinstance(cls, type) and issubclass(cls, LanguageModeling)):
-        raise CheckpointError(f"{path} is of the task {name!r}, which is not a language model")
+    cls = getattr(lit_efficient, str(name))
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise CheckpointError(f"{path} is of the task {name!r}, which is not {noun}")
     return cls
 
 

@@ -10,11 +10,11 @@ same.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from lit_efficient.distributed.ranks import gather_objects
@@ -99,9 +99,8 @@ class Reference:
                 finally:
                     self._exchange(network)
         self.to(next(network.parameters()).device)
-        originals = {f"network.{name}": tensor for name, tensor in self.tensors.items()}
         with torch.no_grad(), evaluating(network), disabled(network):
-            return functional_call(_Call(network, function), originals, ())
+            return call_with(network, self.tensors, function)
 
     def to(self, device: torch.device) -> None:
         """Move the copies to a device."""
@@ -117,6 +116,11 @@ class Reference:
             kept = current.clone()
             current.copy_(copy)
             copy.copy_(kept)
+
+
+def call_with(network: nn.Module, tensors: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
+    """Call ``function`` while parameters of a network have other values, given by name."""
+    return functional_call(_Call(network, function), {f"network.{name}": one for name, one in tensors.items()}, ())
 
 
 class _Call(nn.Module):

@@ -113,3 +113,12 @@ def test_every_technique_at_once_on_digits(capsys: pytest.CaptureFixture[str]) -
     data = {"image_size": 8, "batch_size": 16, "autoencoder": {"width": 8}, "autoencoder_steps": 2, "judge_steps": 2}
     model = {"backbone": {"init_args": {"size": 2, "width": 16, "depth": 2, "heads": 2}}, "sampling_steps": 1}
     fit_and_follow(capsys, small(FOLDER / "digits_all.yaml", model=model, data=data))
+
+
+@pytest.mark.turns(4, family="shipped configs")
+@pytest.mark.parametrize("objective", ["mean_flow", "{class_path: Shortcut, init_args: {finest: 8}}"])
+def test_samples_in_few_steps_on_digits(capsys: pytest.CaptureFixture[str], objective: str) -> None:
+    data = {"image_size": 8, "batch_size": 16, "autoencoder": {"width": 8}, "autoencoder_steps": 2, "judge_steps": 2}
+    model = {"backbone": {"size": 2, "width": 16, "depth": 1, "heads": 2}}
+    config = small(FOLDER / "few_steps.yaml", model=model, data=data)
+    fit_and_follow(capsys, config, f"--model.init_args.objective={objective}")

@@ -236,6 +236,17 @@ def _stable_diffusion(samples: Samples, folder: Path) -> None:
     samples.add("UNet without LoRA", beside, images_of(module, captions=captions), **call)
 
 
+def _lcm(samples: Samples, folder: Path) -> None:
+    """The pipeline and our sampler draw the noise between the steps from the generator in the same order."""
+    distilled = {"prediction": "eps", "schedule": "scaled_linear", "sampler": "lcm", "guidance_scale": 1.0}
+    module = made(CLIP, backbone=of(CONDITIONED), **distilled, sampling_steps=3)
+    pipeline = exported(written(module, folder / "run.ckpt"), "lcm")
+    assert json.loads((pipeline / "model_index.json").read_text())["scheduler"] == ["diffusers", "LCMScheduler"]
+    prompts = ["a cat", "a small dog"]
+    call = {"prompt": prompts, "guidance_scale": 1.0, "num_inference_steps": 3}
+    samples.add("lcm", pipeline, images_of(module, captions=prompts), **call)
+
+
 def _unconditional(samples: Samples, folder: Path) -> None:
     arguments: dict[str, Any] = {"prediction": "v", "schedule": "cosine", "sampler": "euler", "guidance_scale": 1.0}
     module = made(backbone=of(FREE), **arguments)
@@ -326,6 +337,7 @@ CASES: dict[str, Callable[[Samples, Path], None]] = {
     "averaged": _averaged,
     "cosine": _cosine,
     "x0": _x0,
+    "lcm": _lcm,
     "flow": _flow,
     "lora": _merged_lora,
     "stable diffusion": _stable_diffusion,

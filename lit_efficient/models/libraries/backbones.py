@@ -71,9 +71,9 @@ def call_backbone(
     """
     process = as_process(process)
     if isinstance(network, DiT):
-        return network(
-            x, process.network_time(t), condition.labels, context=condition.text, context_mask=condition.mask
-        )
+        time = process.network_time(t)
+        texts = {"context": condition.text, "context_mask": condition.mask}
+        return network(x, time, condition.labels, **texts, interval=condition.interval)
     return diffusers_backbones.call(network, x, process.timestep(t), condition)
 
 

@@ -81,6 +81,7 @@ def diffusers_fields(config: DiTConfig) -> dict[str, Any]:
         ),
         "variant.qk_norm": (config.variant.qk_norm, "its attention normalises neither queries nor keys"),
         "variant.class_token": (config.variant.class_token.features > 0, "its samplers generate latents only"),
+        "variant.interval": (config.variant.interval, "its samplers do not tell it the length of a step"),
         "context_width": (
             config.context_width > 0,
             "it has no attention to text. PixArtTransformer2DModel has, but shares one modulation among all blocks, "

@@ -33,6 +33,8 @@ class Condition:
     # Image that the network sees beside the noisy latents, [B, C, H, W]: pixels in [0, 1], latents, or latents with a
     # mask. Like sizes, it is not dropped for guidance.
     image: Tensor | None = None
+    # Lengths of intervals of time, [B], over which the network averages the velocity. Guidance keeps them, too.
+    interval: Tensor | None = None
 
     def dropped(self, hidden: Tensor, null: "Condition") -> "Condition":
         """Return B conditions, where those of samples with ``hidden`` [B] true are replaced by ``null``.
@@ -71,7 +73,7 @@ def _merged(ours: Condition, theirs: Condition, function: Callable[[Tensor, Tens
     for field in fields(Condition):
         mine = getattr(ours, field.name)
         its = getattr(theirs, field.name)
-        if field.name in ("sizes", "image"):
+        if field.name in ("sizes", "image", "interval"):
             its = mine
         if mine is not None and its is not None:
             found[field.name] = function(mine, its)

@@ -29,7 +29,9 @@ Positions = Literal["sincos", "rope"]
 TimeEmbedding = Literal["compact", "diffusers"]
 
 _FREQUENCIES = {"compact": 64, "diffusers": 256}  # number of sines and cosines of the time embedding, together
-_TIME_SCALE = 1000.0  # scales t in [0, 1] to the range of the paper's integer timesteps
+# Scale of t in [0, 1]: to the paper's integer timesteps, but not with intervals, because objectives of average
+# velocities need a derivative with respect to the time that is not a thousand times larger.
+_TIME_SCALE = {False: 1000.0, True: 1.0}
 
 
 @checks_types
@@ -44,12 +46,15 @@ class DiTVariant:
         time_embedding: Number of frequencies of the time embedding: compact has 64, diffusers has the 256 of diffusers'
             DiT, which an export to its layout needs.
         class_token: Token of the image's content that is noised and generated with its latents (REG).
+        interval: Take the length of an interval as a second time, for networks that predict the average velocity
+            over it. Times are not scaled by 1000 then. `FewStepDiffusion` sets it.
     """
 
     positions: Positions = "sincos"
     qk_norm: bool = False
     time_embedding: TimeEmbedding = "compact"
     class_token: ClassToken = ClassToken()  # noqa: RUF009 (frozen)
+    interval: bool = False
 
     def __post_init__(self) -> None:
         check_choice("DiTConfig", "variant.positions", self.positions, get_args(Positions))
@@ -72,7 +77,7 @@ class DiTConfig:
         mlp_ratio: Hidden features of the MLP, in multiples of width.
         num_classes: Number of classes. The embedding has one more row for "no label". 0: no labels at all.
         context_width: Features of the text tokens that each block attends to; 0 for no text.
-        variant: Positions, norms of queries and keys, and frequencies of the time embedding.
+        variant: Positions, norms of queries and keys, frequencies of the time embedding, and further inputs.
     """
 
     draws_weights: ClassVar[bool] = True  # weights are random: there is no file to read
@@ -133,9 +138,11 @@ class DiT(nn.Module):
         width = config.width
         patch = config.patch_size
         self.patch_in = nn.Conv2d(config.channels, width, patch, stride=patch)
-        self.time = nn.Sequential(
-            nn.Linear(_FREQUENCIES[config.variant.time_embedding], width), nn.SiLU(), nn.Linear(width, width)
-        )
+        frequencies = _FREQUENCIES[config.variant.time_embedding]
+        self.time = nn.Sequential(nn.Linear(frequencies, width), nn.SiLU(), nn.Linear(width, width))
+        self.interval = None
+        if config.variant.interval:
+            self.interval = nn.Sequential(nn.Linear(frequencies, width), nn.SiLU(), nn.Linear(width, width))
         self.label = None
         if config.num_classes:
             self.label = nn.Embedding(config.num_classes + 1, width)
@@ -166,6 +173,7 @@ class DiT(nn.Module):
         y: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
+        interval: Tensor | None = None,
     ) -> Tensor:
         """Predict the diffusion target.
 
@@ -177,6 +185,8 @@ class DiT(nn.Module):
             context: Text tokens, [B, L, context_width]; for networks with text.
             context_mask: True for tokens that are not padding, [B, L] bool; None: all. A row without any is a sample
                 without text.
+            interval: Lengths of intervals of time that end at the times, [B] in [0, 1]; for networks with
+                ``variant.interval``. None: 0.
 
         Returns:
             Predictions, of the shape of ``x``.
@@ -191,8 +201,10 @@ class DiT(nn.Module):
         dtype = self.patch_in.weight.dtype  # a convolution, which is never quantised
         patch = self.config.patch_size
         grid = (x.shape[2] // patch, x.shape[3] // patch)
-        c = self._embed_time(t).to(dtype)
-        c = self.time(c)
+        c = self.time(self._embed_time(t).to(dtype))
+        if self.interval is not None:
+            length = torch.zeros_like(t) if interval is None else interval
+            c = c + self.interval(self._embed_time(length).to(dtype))
         if self.label is not None:
             c = c + self.label(y)
         tokens = self.patch_in(x.to(dtype)).flatten(2).transpose(1, 2)
@@ -221,7 +233,7 @@ class DiT(nn.Module):
 
     def _embed_time(self, t: Tensor) -> Tensor:
         kind = self.config.variant.time_embedding
-        return sinusoids(t * _TIME_SCALE, _FREQUENCIES[kind], ends=kind == "diffusers")
+        return sinusoids(t * _TIME_SCALE[self.config.variant.interval], _FREQUENCIES[kind], ends=kind == "diffusers")
 
     def _positions(self, grid: tuple[int, int]) -> Tensor:
         side = self.config.size // self.config.patch_size
@@ -264,7 +276,7 @@ class DiT(nn.Module):
         nn.init.xavier_uniform_(self.patch_in.weight.flatten(1))
         nn.init.zeros_(self.patch_in.bias)  # type: ignore[arg-type]
         for name, parameter in self.named_parameters():
-            if name in ("time.0.weight", "time.2.weight", "label.weight"):
+            if name.startswith(("time.", "interval.", "label.")) and name.endswith("weight"):
                 nn.init.normal_(parameter, std=0.02)
             elif "modulation" in name or name.startswith(("patch_out", "class_token.leave")) or ".cross.out." in name:
                 nn.init.zeros_(parameter)
