@@ -2,7 +2,7 @@
 
     every N steps: prompt, completion, reward and its parts, advantage, length, end -> W&B, and a text in the run folder
 
-Costs: at most ``samples`` rows of at most 2,000 characters for each text
+Costs: at most ``samples`` rows of at most 4,000 characters for each text
 """
 
 import math
@@ -18,7 +18,7 @@ from lit_efficient.files.runs import samples_file
 from lit_efficient.internals.lightning_trainer import AskedEarly
 from lit_efficient.traits import Trait
 
-_LONGEST = 2000  # characters of a prompt or completion
+_LONGEST = 4000  # characters of a prompt or completion
 
 
 class SampleTable(ChecksTypes, AskedEarly, Callback):
@@ -56,6 +56,9 @@ class SampleTable(ChecksTypes, AskedEarly, Callback):
                 "SampleTable out"
             )
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = trainer.global_step  # a resumed run has written the table of this step
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
@@ -80,9 +83,10 @@ class SampleTable(ChecksTypes, AskedEarly, Callback):
 
 
 def _shown(value: object) -> Any:
-    """Return a value for a table: texts are cut, and NaN is no value."""
+    """Return a value for a table: the middle of a long text is left out, and NaN is no value."""
     if isinstance(value, str) and len(value) > _LONGEST:
-        return f"{value[:_LONGEST]} ... ({len(value) - _LONGEST:,} more characters)"
+        half = _LONGEST // 2
+        return f"{value[:half]} ... ({len(value) - 2 * half:,} characters are left out) ... {value[-half:]}"
     return None if isinstance(value, float) and math.isnan(value) else value
 
 

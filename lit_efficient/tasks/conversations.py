@@ -8,6 +8,7 @@ slowest one after each turn
 """
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ class Conversation:
         messages: The messages.
         environment: The environment, after the conversation.
         failure: Sentence about a failure of the environment, which ended the conversation.
+        begun: Number of messages before the first turn of the model.
         ids: Token ids of the prompt.
         sample: All tokens that the model wrote, and those between its turns.
         text: Last turn of the model, without the token or the text that ends it.
@@ -38,6 +40,7 @@ class Conversation:
     messages: list[Message]
     environment: Environment | None = None
     failure: str = ""
+    begun: int = 0
     ids: list[int] = field(default_factory=list)
     sample: Sample = field(default_factory=Sample)
     text: str = ""
@@ -56,6 +59,18 @@ def as_messages(prompt: str | list[Message]) -> list[Message]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [{**message, "content": "" if message.get("content") is None else message["content"]} for message in prompt]
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    """Return messages as text, each with its role and its calls of tools."""
+    parts = []
+    for message in messages:
+        content = message["content"]
+        lines = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)]
+        for call in message.get("tool_calls", ()):
+            lines.append(json.dumps(call["function"], ensure_ascii=False, default=str))
+        parts.append(f"{message['role']}: " + "\n".join(line for line in lines if line))
+    return "\n".join(parts)
 
 
 def converse(
@@ -110,7 +125,8 @@ def _begun(
         text = chat.prompt(messages if failure else found)
     except MalformedRow as error:
         failure = failure or str(error)
-    return Conversation(messages if failure else found, own, failure, encode(text))
+    first = messages if failure else found
+    return Conversation(first, own, failure, len(first), encode(text))
 
 
 def _ids(talk: Conversation) -> list[int]:

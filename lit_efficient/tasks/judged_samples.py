@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_efficient.losses.policy import differing
+from lit_efficient.tasks.conversations import as_messages, transcript
 from lit_efficient.tasks.rollout import Answers
 
 
@@ -44,6 +45,8 @@ class JudgedSamples:
 def table_of(found: JudgedSamples, names: Sequence[str], advantage: Tensor) -> list[dict[str, Any]]:
     """Return for each sample its prompt, completion, rewards, advantage, length and end, by column.
 
+    Messages are written with their roles. The completion of a conversation is all that follows its prompt.
+
     Args:
         found: The samples.
         names: Names of the functions of the rewards.
@@ -53,9 +56,14 @@ def table_of(found: JudgedSamples, names: Sequence[str], advantage: Tensor) -> l
         advantage = advantage.sum(1) / found.lengths
     rows = []
     for i, prompt in enumerate(found.prompts):
+        completion = found.written.texts[i]
+        if found.written.conversations:
+            talk = found.written.conversations[i]
+            prompt = talk.messages[: talk.begun]  # noqa: PLW2901
+            completion = transcript(talk.messages[talk.begun :])
         row = {
-            "prompt": prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
-            "completion": found.written.texts[i],
+            "prompt": prompt if isinstance(prompt, str) else transcript(as_messages(prompt)),
+            "completion": completion,
             "reward": float(found.rewards[i]),
         }
         row |= {f"reward/{name}": float(part) for name, part in zip(names, found.parts[i])}

@@ -12,8 +12,11 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lit_efficient import ConfigurationError, LanguageModeling, Reward, SampleTable
 from lit_efficient.evidence.reporting.run_page import chart_of, page
 from lit_efficient.evidence.reporting.run_record import RunRecord
+from lit_efficient.tasks.conversations import transcript
 from lit_efficient.tasks.rewards import shorter
 from tests import wandb_file
+from tests.tasks.test_environments import Echo
+from tests.tasks.test_environments import _task as _conversing
 from tests.tasks.test_policy_optimization import ROWS, _loader, _task, letters, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
@@ -70,6 +73,35 @@ def test_the_report_draws_a_run_and_shows_its_tables(tmp_path: Path) -> None:
     assert chart_of("val/rewards/chosen") == "rewards/chosen"
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_a_resumed_run_writes_no_table_of_other_samples_under_a_step_before(tmp_path: Path) -> None:
+    """In the accumulation of the next step, the step's number is still that of the checkpoint."""
+    options: dict[str, Any] = {"default_root_dir": tmp_path, "accumulate_grad_batches": 2}
+    run = trainer(max_steps=1, callbacks=[SampleTable(1)], **options)
+    run.fit(_task(), _loader(batch_size=1))
+    run.save_checkpoint(tmp_path / "middle.ckpt")
+    (table,) = tmp_path.glob("samples/*")
+    table.rename(tmp_path / "kept")
+    run = trainer(max_steps=2, callbacks=[SampleTable(1)], **options)
+    run.fit(_task(), _loader(batch_size=1), ckpt_path=tmp_path / "middle.ckpt")
+    assert [path.name for path in tmp_path.glob("samples/*")] == ["rewards_step_0000002.txt"]
+
+
+def test_a_conversation_is_shown_as_a_whole(tmp_path: Path) -> None:
+    task = _conversing(Echo())
+    rows = [{"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the cat"}]}] * 4
+    run = trainer(default_root_dir=tmp_path, max_steps=1, callbacks=[SampleTable(1)])
+    run.fit(task, _loader(rows))
+    turns = [row["completion"].count("assistant: ") for row in task.sample_table]
+    assert max(turns) == 3
+    for row, count in zip(task.sample_table, turns):
+        assert row["prompt"] == "system: Be brief.\nuser: the cat"
+        assert row["completion"].count("\nuser: ") == count - 1
+    assert transcript(
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "ü"}}}]}]
+    ) == 'assistant: {"name": "f", "arguments": {"a": "ü"}}'  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:PolicyOptimization. a prompt of")
 def test_long_texts_are_cut_and_other_modules_are_refused(tmp_path: Path) -> None:
     table = SampleTable(1, samples=2)
@@ -77,8 +109,8 @@ def test_long_texts_are_cut_and_other_modules_are_refused(tmp_path: Path) -> Non
     run = trainer(default_root_dir=tmp_path, max_steps=1, callbacks=[table])
     run.fit(task, _loader([{"prompt": "the cat " * 1000}] * len(ROWS)))
     text = next(tmp_path.glob("samples/*")).read_text()
-    assert text.count("... (6,000 more characters)") == 2
-    assert len(text) < 6000
+    assert text.count("... (4,000 characters are left out) ...") == 2
+    assert len(text) < 10_000
     with pytest.raises(ConfigurationError, match="SampleTable: LanguageModeling has no sample_table"):
         trainer(default_root_dir=tmp_path, max_steps=1, callbacks=[table]).fit(LanguageModeling(), _loader())
     for options in ({"every_n_steps": 0}, {"samples": 0}):
