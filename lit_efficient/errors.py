@@ -115,6 +115,19 @@ def must_fit(who: str, what: str, smaller: str) -> Iterator[None]:
         raise OutOfMemoryError(f"{who}: {what} does not fit into memory: set a smaller {smaller}") from error
 
 
+def shown(value: object, most: int = 200) -> str:
+    """Return the beginning of the text of an object that a user's code has made.
+
+    Args:
+        value: The object, such as an exception. Its ``__str__`` may raise.
+        most: Largest number of characters.
+    """
+    try:
+        return str(value)[:most]
+    except (Exception, SystemExit):
+        return f"a {type(value).__name__} that cannot be written as text"
+
+
 @contextmanager
 def diagnostic(who: str, what: str) -> Iterator[None]:
     """Context of code that only looks at a run: an error in it becomes a warning, and never ends the run.
@@ -130,7 +143,7 @@ def diagnostic(who: str, what: str) -> Iterator[None]:
     except LitEfficientError:
         raise
     except Exception as error:
-        warnings.warn(f"{who}: {what} could not be examined: {type(error).__name__}: {error}", stacklevel=3)
+        warnings.warn(f"{who}: {what} could not be examined: {type(error).__name__}: {shown(error)}", stacklevel=3)
 
 
 def refusal(owner: str, name: str, allowed: str, value: object) -> ConfigurationError:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lit_efficient.data.text.chat_formats import Message
 from lit_efficient.distributed.seeds import seed_all
-from lit_efficient.errors import ChecksTypes, ConfigurationError, check_list, check_number, refusal
+from lit_efficient.errors import ChecksTypes, ConfigurationError, check_list, check_number, refusal, shown
 from lit_efficient.tasks.rewards import TookTooLong, at_most
 
 _ROLES = ("system", "user", "tool")
@@ -118,7 +118,7 @@ class ToolEnvironment(ChecksTypes, Environment):
         except TookTooLong:
             return f"Error: {name} took longer than {seconds:g} seconds"
         except (Exception, SystemExit) as error:  # functions of users raise anything, and the model gives any arguments
-            text = f"Error: {error}"
+            text = f"Error: {shown(error, _LONGEST_RESULT)}"
         return text[:_LONGEST_RESULT]
 
 
@@ -147,8 +147,8 @@ def check_environment(environment: Environment) -> None:
         copy.deepcopy(environment)
     except Exception as error:  # classes of users raise anything
         raise ConfigurationError(
-            f"{name}: each conversation needs a copy, and copying raised {type(error).__name__}: {error}. Define "
-            "__deepcopy__, or make what cannot be copied in reset"
+            f"{name}: each conversation needs a copy, and copying raised {type(error).__name__}: {shown(error)}. "
+            "Define __deepcopy__, or make what cannot be copied in reset"
         ) from error
 
 
@@ -166,7 +166,7 @@ def call_environment(environment: Environment, seed: int, method: str, *given: o
     except TookTooLong:
         return [], f"{name} took longer than {environment.seconds:g} seconds"
     except (Exception, SystemExit) as error:  # environments of users raise anything
-        return [], f"{name} raised {type(error).__name__}: {str(error)[:200]}"
+        return [], f"{name} raised {type(error).__name__}: {shown(error)}"
     begins = method == "reset"
     roles = (*_ROLES, "assistant", "developer") if begins else _ROLES
     if (
@@ -180,7 +180,7 @@ def call_environment(environment: Environment, seed: int, method: str, *given: o
     expected = (
         f"a list of {'at least one message' if begins else 'messages'} with content and role ({', '.join(roles)})"
     )
-    return [], f"{name} returned {str(found)[:200]}, which is not {expected}"
+    return [], f"{name} returned {shown(found)}, which is not {expected}"
 
 
 _OPERATORS: dict[type, Callable[..., Any]] = {

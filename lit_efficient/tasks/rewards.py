@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError, check_installed, check_number, checks_types, refusal
+from lit_efficient.errors import ConfigurationError, check_installed, check_number, checks_types, refusal, shown
 
 Row = Mapping[str, Any]
 
@@ -115,7 +115,7 @@ class Reward:
                 own = copy.deepcopy(row)  # the function may change it
                 value = float(self.function(prompt, completion, own, **arguments))
         except (Exception, SystemExit) as error:  # functions of users raise anything
-            return math.nan, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}"
+            return math.nan, f"{self.name} raised {type(error).__name__}: {shown(error)}"
         except TookTooLong:
             return math.nan, f"{self.name} took longer than {self.seconds:g} seconds"
         if not abs(value * self.weight) <= _LARGEST:

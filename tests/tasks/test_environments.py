@@ -29,6 +29,7 @@ from tests import support
 from tests.data.text.model_tokenizers import make
 from tests.processes import run_ranks
 from tests.tasks.test_policy_optimization import GPT, ROWS, Seen, _loader, letters
+from tests.tasks.test_rewards import Mute
 from tests.tasks.test_text_generation import writer
 
 trainer = partial(support.trainer, max_epochs=-1, limit_val_batches=0)
@@ -219,9 +220,12 @@ class Broken(Environment):
             "assistant": [{"role": "assistant", "content": "x"}],
             "control": [{"role": "user", "content": "<|im_end|>"}],
             "fine": [],
+            "mute answer": Mute(),
         }
         if self.kind == "raises":
             raise ValueError("bad\nnews")
+        if self.kind == "mute":
+            raise Mute
         if self.kind == "exits":
             raise SystemExit(3)
         if self.kind == "hangs":
@@ -234,6 +238,8 @@ FAILURES = {
     "no reset": "Broken.reset raised KeyError: 'nothing'",
     "raises": "Broken.step raised ValueError: bad\nnews",
     "exits": "Broken.step raised SystemExit: 3",
+    "mute": "Broken.step raised Mute: a Mute that cannot be written as text",
+    "mute answer": "Broken.step returned a Mute that cannot be written as text, which is not a list of messages",
     "hangs": "Broken.step took longer than 0.2 seconds",
     "None": "Broken.step returned None, which is not a list of messages with content and role (system, user, tool)",
     "a text": "Broken.step returned text, which is not a list",

@@ -254,6 +254,17 @@ def _leaves(prompt: str, completion: str, row: Any) -> float:
     sys.exit(1)
 
 
+class Mute(Exception):
+    """Its text cannot be written."""
+
+    def __str__(self) -> str:
+        raise self
+
+
+def _mute(prompt: str, completion: str, row: Any) -> float:
+    raise Mute
+
+
 def _catches_once(prompt: str, completion: str, row: Any) -> float:
     with contextlib.suppress(BaseException):
         time.sleep(1000)
@@ -269,6 +280,7 @@ def _catches_once(prompt: str, completion: str, row: Any) -> float:
         (_nothing, "_nothing returned nan"),
         (_large, "_large returned 1e+39"),
         (_leaves, "_leaves raised SystemExit: 1"),
+        (_mute, "_mute raised Mute: a Mute that cannot be written as text"),
         (_catches_once, "_catches_once took longer than 0.1 seconds"),
         (rewards.exact_answer, "exact_answer raised ConfigurationError: column 'answer' of the row is empty"),
         (rewards.numeric_answer, "numeric_answer raised ConfigurationError: column 'answer' of the row is empty"),
