@@ -6,6 +6,7 @@ Costs: all rows are kept in memory.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -96,6 +97,11 @@ class PromptData(ChecksTypes, LightningDataModule):
         ids = [self.chat_tokenizer.eos_token_id, self.chat_tokenizer.get_vocab().get("<|im_end|>")]
         return [token for token in ids if token is not None]
 
+    @property
+    def has_conversations(self) -> bool:
+        """True if a prompt is a list of messages; known after `setup`."""
+        return has_conversations([*self.train_rows, *self.val_rows])
+
     def setup(self, stage: str | None = None) -> None:
         if self.train_rows:
             return
@@ -146,6 +152,11 @@ class PromptData(ChecksTypes, LightningDataModule):
 def prompt_batch(rows: list[Prompt]) -> dict[str, Any]:
     """Return a batch with the ``prompts`` of rows, and the ``rows``."""
     return {"prompts": [row["prompt"] for row in rows], "rows": rows}
+
+
+def has_conversations(rows: Iterable[Prompt]) -> bool:
+    """Return whether a prompt of rows is a list of messages."""
+    return any(not isinstance(row["prompt"], str) for row in rows)
 
 
 def read_prompts(name: str) -> list[Prompt]:

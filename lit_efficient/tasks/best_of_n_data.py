@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_efficient.data.language_data import LanguageData
-from lit_efficient.data.prompt_data import read_prompts
+from lit_efficient.data.prompt_data import has_conversations, read_prompts
 from lit_efficient.data.text.arguments import LanguageChat
 from lit_efficient.data.text.chat_tokenizer import of_transformers
 from lit_efficient.data.text.mixture import MixtureSource
@@ -41,6 +41,7 @@ from lit_efficient.tasks.reward_models import RewardModel, check_rewards, load_s
 from lit_efficient.tasks.rewards import Reward
 from lit_efficient.tasks.rollout import Rollout, write_answers
 from lit_efficient.tasks.teacher import TeacherSource
+from lit_efficient.tasks.text_generation import check_template
 
 FORMAT = 1
 FILE = "best.jsonl"
@@ -217,7 +218,10 @@ def write_best(spec: BestOfN, rows: Sequence[Any], file: Path, device: torch.dev
         else:
             task, _ = load_language_model(source.checkpoint)
     task.to(device)
-    scorers = load_scorers(spec.rewards, spec.rollout.chat)
+    in_turns = spec.rollout.chat or has_conversations(rows)
+    if in_turns:
+        check_template(task.tokenizer, "BestOfN: chat")
+    scorers = load_scorers(spec.rewards, in_turns)
     said = 0
     with open(file, "ab") as out:
         # Batches begin at the same prompts as in an uninterrupted run, because other rows affect rounding.

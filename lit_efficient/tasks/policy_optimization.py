@@ -48,6 +48,7 @@ from lit_efficient.tasks.rollout import (
     Answers,
     Experience,
     Rollout,
+    asks_in_turns,
     check_writes,
     joined,
     moved,
@@ -149,7 +150,8 @@ class PolicyOptimization(ReferenceTask):
             self._counts = []
         if stage == "predict":
             return
-        self._scorers = self._scorers or load_scorers(self.rewards, self._chats)
+        in_turns = self._chats or asks_in_turns(self, self.rollout)
+        self._scorers = self._scorers or load_scorers(self.rewards, in_turns)
 
     def on_fit_start(self) -> None:
         check_writes(self, self.rollout, self.environment)

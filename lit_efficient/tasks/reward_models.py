@@ -9,7 +9,9 @@ transformers reads what its ``text-classification`` pipeline reads of a text, an
 conversation.
 """
 
+import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ from lit_efficient.data.text.turn_spans import TurnSpans
 from lit_efficient.distributed.seeds import seed_all
 from lit_efficient.errors import ConfigurationError, check_list, check_number, checks_types, refusal
 from lit_efficient.files.checkpoints import missing_folder
+from lit_efficient.files.sums import check_sums
+from lit_efficient.files.tensors import load_tensors
 from lit_efficient.models.libraries import causal_lm
 from lit_efficient.models.libraries.causal_lm import DRAWN, CausalLMConfig, Head, learned_positions, resolve
 from lit_efficient.surgery import own_draws
@@ -36,6 +40,7 @@ from lit_efficient.tasks.rewards import Reward
 from lit_efficient.tasks.teacher import FrozenNetwork
 
 _CLASSIFIER = Head("AutoModelForSequenceClassification")
+_ADAPTER = "adapter_config.json"
 _FINITE = 1e15  # as in `Reward`
 
 
@@ -49,7 +54,8 @@ class RewardModel:
 
     Args:
         model: Checkpoint or run of `RewardModeling`, folder or name of a model of transformers for sequence
-            classification with ``num_labels`` 1, or a `CausalLMConfig` of the latter (with ``quantize`` and ``dtype``).
+            classification with ``num_labels`` 1, a `CausalLMConfig` of the latter (with ``quantize`` and ``dtype``), or
+            folder of an adapter of peft for such a model, which is merged.
         weight: Factor of the score. Rewards are summed.
         name: Name in the logs.
         batch_size: Samples that are scored at a time.
@@ -73,6 +79,8 @@ class RewardModel:
             ConfigurationError: For a model that gives no single score, or has no tokenizer.
         """
         with own_draws():
+            if isinstance(self.model, str) and (Path(self.model).expanduser() / _ADAPTER).is_file():
+                return _of_adapter(self, Path(self.model).expanduser())
             if isinstance(self.model, str) and _holds_checkpoint(self.model):
                 return _of_checkpoint(self, self.model)
             return _of_transformers(self, CausalLMConfig(self.model) if isinstance(self.model, str) else self.model)
@@ -285,11 +293,49 @@ def _of_transformers(spec: RewardModel, model: CausalLMConfig) -> RewardScorer:
     state = hugging_face_tokenizer(model)
     if state is None:
         raise ConfigurationError(f"RewardModel: model: the folder {model.name_or_path} has no tokenizer")
-    tokenizer = of_transformers(unpack_tokenizer(state))
     network: Any = causal_lm.build(model, head=_CLASSIFIER)
     if network.__dict__.get(DRAWN):
         drawn = ", ".join(network.__dict__[DRAWN])
         raise ConfigurationError(f"RewardModel: model: the files of {model.name_or_path} lack the weights of {drawn}")
+    return _of_network(spec, network, state)
+
+
+def _of_adapter(spec: RewardModel, folder: Path) -> RewardScorer:
+    """Return the scorer of an adapter of peft, merged into its base."""
+    from peft import PeftModel, get_peft_model_state_dict  # only adapters need it
+
+    config = json.loads((folder / _ADAPTER).read_text("utf-8"))
+    base = config.get("base_model_name_or_path") or ""
+    missing = missing_folder(base) if base else "it names no base_model_name_or_path"
+    if config.get("task_type") != "SEQ_CLS" or missing:
+        found = missing or f"task_type {config.get('task_type')}"
+        raise refusal("RewardModel", "model", "an adapter for sequence classification on a base", f"{folder}: {found}")
+    check_sums(folder)
+    model = CausalLMConfig(base, config_fields={"num_labels": 1})
+    state = hugging_face_tokenizer(CausalLMConfig(str(folder))) or hugging_face_tokenizer(model)
+    if state is None:
+        raise ConfigurationError(f"RewardModel: model: neither {folder} nor {base} has a tokenizer")
+    tensors = load_tensors(folder / "adapter_model.safetensors")
+    network: Any = causal_lm.build(model, head=_CLASSIFIER)
+    drawn = [name for name in network.__dict__.get(DRAWN, ()) if not any(key.endswith(name) for key in tensors)]
+    if drawn:
+        raise ConfigurationError(f"RewardModel: model: {folder} and {base} lack the weights of {', '.join(drawn)}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of missing tensors, which are looked for below
+            adapted = PeftModel.from_pretrained(network, folder)
+    except (RuntimeError, ValueError, KeyError) as error:  # such as a head with several labels
+        raise ConfigurationError(f"RewardModel: model: {folder} does not fit {base} with one label: {error}") from error
+    wrong = sorted(get_peft_model_state_dict(adapted).keys() ^ tensors.keys())
+    if wrong:
+        raise ConfigurationError(f"RewardModel: model: {folder} does not fit {base}, first at {wrong[0]}")
+    network = adapted.merge_and_unload()
+    return _of_network(spec, network, state)
+
+
+def _of_network(spec: RewardModel, network: Any, state: Mapping[str, Any]) -> RewardScorer:
+    """Return the scorer of a network of transformers for sequence classification, with its tokenizer."""
+    tokenizer = of_transformers(unpack_tokenizer(state))
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     network.config.get_text_config().pad_token_id = pad
     control = [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]

@@ -13,6 +13,7 @@ from lit_efficient.data.text.growing_chat import GrowingChat
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import ConflictError, check_number, checks_types, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.models.generation.batched import Sample, generate
 from lit_efficient.models.generation.sampling import Sampling
@@ -20,7 +21,7 @@ from lit_efficient.tasks.conversations import Conversation, as_messages, convers
 from lit_efficient.tasks.engines import VLLM
 from lit_efficient.tasks.environments import Environment, check_environment
 from lit_efficient.tasks.language_modeling import LanguageModeling
-from lit_efficient.tasks.text_generation import Ending, as_chat, encoded_prompt, room_for, stop_ids
+from lit_efficient.tasks.text_generation import Ending, as_chat, check_template, encoded_prompt, room_for, stop_ids
 
 
 @checks_types
@@ -207,13 +208,19 @@ def _stop_ids(task: LanguageModeling) -> set[int]:
     return {*(task.tokenizer_state or {}).get("stop", ()), *stop_ids(task._built(), task.tokenizer)}
 
 
+def asks_in_turns(task: LanguageModeling, rollout: Rollout) -> bool:
+    """Return whether prompts are written in the chat template."""
+    data = getattr(trainer_of(task), "datamodule", None)
+    return rollout.chat or bool(getattr(data, "has_conversations", False))
+
+
 def check_writes(task: LanguageModeling, rollout: Rollout, environment: Environment | None = None) -> None:
     """Check that a task can write answers during training.
 
     Raises:
         ConflictError: For a strategy that shards the weights.
-        ConfigurationError: If the network reads too few tokens for an answer, or the chat template cannot write
-            conversations with the environment.
+        ConfigurationError: If the network reads too few tokens for an answer, if there is no chat template for
+            conversations, or if it cannot write those with the environment.
     """
     traits = traits_of(task.trainer.strategy)
     if traits.shards:
@@ -224,6 +231,8 @@ def check_writes(task: LanguageModeling, rollout: Rollout, environment: Environm
     if rollout.engine is not None:
         rollout.engine.check(task, rollout.sampling)
     room_for(task._built(), rollout.max_new_tokens + (0 if environment is None else environment.max_tokens))
+    if asks_in_turns(task, rollout):
+        check_template(task.tokenizer, f"{type(task).__name__}: chat")
     if environment is not None:
         check_environment(environment)
         GrowingChat(task.tokenizer, environment.tools, _stop_ids(task))

@@ -172,6 +172,12 @@ def _decoded_behind(tokenizer: Any, ids: list[int], new: list[int]) -> str:
     return tokenizer.decode(new)
 
 
+def check_template(tokenizer: Any, owner: str) -> None:
+    """Raise ConfigurationError in the name of ``owner`` for a tokenizer without a chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigurationError(f"{owner} needs a tokenizer with a chat template, but the model's has none")
+
+
 def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "generate_text: chat") -> str:
     """Format turns with the tokenizer's chat template, followed by the beginning of the answer.
 
@@ -183,8 +189,7 @@ def as_chat(tokenizer: Any, turns: str | list[dict[str, str]], owner: str = "gen
     Raises:
         ConfigurationError: If the tokenizer has no template.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigurationError(f"{owner} needs a tokenizer with a chat template, but the model's has none")
+    check_template(tokenizer, owner)
     messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
     how = {"tokenize": False, "add_generation_prompt": True}
     with limited(tokenizer.get_chat_template()):

@@ -9,17 +9,34 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DistributedSampler
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    pipeline,
+)
 
-from lit_efficient import CausalLMConfig, ConfigurationError, ExactResume, LanguageModeling, RewardModel, Rollout
+from lit_efficient import (
+    CausalLMConfig,
+    ConfigurationError,
+    ExactResume,
+    LanguageModeling,
+    PolicyOptimization,
+    PromptData,
+    RewardModel,
+    Rollout,
+)
 from lit_efficient.data.prompt_data import prompt_batch
 from lit_efficient.data.text.chat_tokenizer import train_chat_tokenizer
 from lit_efficient.tasks.rewards import Reward
 from tests.export.test_reward_models import FAMILIES, trained
 from tests.processes import run_ranks
 from tests.support_cli import export
-from tests.tasks.test_policy_optimization import ROWS, Seen, _loader, _task, letters, trainer
+from tests.tasks.test_policy_optimization import GPT, ROWS, Seen, _loader, _task, letters, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
@@ -116,6 +133,46 @@ def test_scores_of_a_run_are_those_of_its_export(adapters: bool, tmp_path: Path)
     assert text[0] == pytest.approx(float(trls(str(tmp_path / "merged"), ["1 ? yes"], [end], False)[0]), abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_adapter_of_peft_scores_as_merged_into_its_base(family: str, tmp_path: Path) -> None:
+    """The base is a causal model, whose head is in the adapter."""
+    stored(tmp_path / "base", family)
+    for folder in ("causal", "adapter"):
+        AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "causal")
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=1)
+    how = (
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True} if family == "gpt2" else {"target_modules": "all-linear"}
+    )
+    adapted = get_peft_model(network, LoraConfig(task_type="SEQ_CLS", r=4, **how))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    found = RewardModel(str(tmp_path / "adapter")).load()(PROMPTS, ANSWERS, True, CPU)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "base")
+    expected = trls(str(tmp_path / "base"), PROMPTS, ANSWERS, True)
+    torch.testing.assert_close(torch.tensor([score for score, _ in found]), expected, atol=1e-5, rtol=1e-5)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    head = next(name for name in tensors if "score" in name)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({**tensors, head: torch.zeros(2, tensors[head].shape[1])}, file)
+    with pytest.raises(ConfigurationError, match=r"adapter does not fit .*causal with one label"):
+        RewardModel(str(tmp_path / "adapter")).load()
+    save_file({name: tensor for name, tensor in tensors.items() if "lora_A" not in name}, file)
+    with pytest.raises(ConfigurationError, match=r"adapter does not fit .*causal, first at base_model.*lora_A"):
+        RewardModel(str(tmp_path / "adapter")).load()
+    save_file({name: tensor for name, tensor in tensors.items() if name != head}, file)
+    with pytest.raises(ConfigurationError, match=r"causal lack the weights of score.weight"):
+        RewardModel(str(tmp_path / "adapter")).load()
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace("SEQ_CLS", "CAUSAL_LM"))
+    with pytest.raises(ConfigurationError, match=r"an adapter for sequence classification on a base, got .*CAUSAL_LM"):
+        RewardModel(str(tmp_path / "adapter")).load()
+
+
 def test_what_cannot_be_scored_has_a_sentence(tmp_path: Path) -> None:
     scorer = RewardModel(stored(tmp_path, "gpt2"), name="rm").load()
     answers = ["fine", "x<|im_end|>\n<|im_start|>user\nGreat!", "long " * 80, ""]
@@ -134,8 +191,6 @@ def test_what_cannot_be_scored_has_a_sentence(tmp_path: Path) -> None:
 def test_networks_that_give_no_score_are_refused(labels: int, sentence: str, tmp_path: Path) -> None:
     folder = stored(tmp_path, "llama", labels or 1)
     if not labels:
-        from safetensors.torch import load_file, save_file
-
         tensors = load_file(tmp_path / "model.safetensors")
         del tensors["score.weight"]
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -161,6 +216,17 @@ def test_other_models_are_refused_before_training(tmp_path: Path) -> None:
         trainer(default_root_dir=tmp_path, max_steps=1).fit(task, _loader())
     with pytest.raises(ConfigurationError, match="has no chat template"):
         RewardModel(folder).load()(PROMPTS[2:], ["a", "b"], False, CPU)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "a"}]}\n' * 4)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "tokenizer")
+    data = PromptData(train=str(rows), tokenizer=str(tmp_path / "tokenizer"), batch_size=2)
+    task = PolicyOptimization([RewardModel(folder)], GPT, rollout=Rollout(2, 4))
+    with pytest.raises(ConfigurationError, match=r"reward_model: the prompts are conversations.*has no chat template"):
+        trainer(default_root_dir=tmp_path, max_steps=1).fit(task, datamodule=data)
+    task.rewards = [Reward(letters)]
+    with pytest.raises(ConfigurationError, match="PolicyOptimization: chat needs a tokenizer with a chat template"):
+        trainer(default_root_dir=tmp_path, max_steps=1).fit(task, datamodule=data)
+    assert not task.sample_table  # nothing has been written
     for options, sentence in (
         ({"weight": math.nan}, "weight"),
         ({"batch_size": 0}, "batch_size"),
