@@ -1,6 +1,7 @@
 """Run metrics: learning rates, gradient norm, throughput, memory and time spent waiting for data, in all loggers.
 
     lr                  learning rate; of several groups lr/NAME, or lr/INDEX if the groups have no names
+    d                   step size that Prodigy or D-Adaptation has estimated, by which the rate is multiplied
     grad_norm           2-norm of all unscaled gradients before clipping; of several optimizers grad_norm/INDEX
     tokens_per_second   tokens of all processes, assuming that each has as many as this one, without padding and without
                         the time in validation; batches without input_ids give samples_per_second instead

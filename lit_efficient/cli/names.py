@@ -11,6 +11,7 @@ from pathlib import Path
 from lit_efficient import PUBLIC
 from lit_efficient.cli.arguments import Command
 from lit_efficient.cli.signatures import (
+    OPTIMIZERS,
     SHORT,
     Arguments,
     ClassSource,
@@ -27,7 +28,7 @@ from lit_efficient.cli.signatures import (
 )
 from lit_efficient.cli.tree import LISTS, SECTIONS, SLOTS, SPEC, Place, Table, as_list, class_name
 from lit_efficient.cli.words import plain
-from lit_efficient.errors import ConfigurationError, did_you_mean
+from lit_efficient.errors import ConfigurationError, did_you_mean, install_line
 
 # Packages whose classes a config may name. The package that defines an object counts like the one that it is found in:
 # `lightning.pytorch.cli.os.system` is refused like `os.system`.
@@ -39,6 +40,7 @@ ALLOWED_IMPORTS = (
     "torch.optim",
     "torch.nn",
     "torchmetrics",
+    *sorted({path.partition(".")[0] for path in OPTIMIZERS.values()}),
 )
 _OPTIONS = ("config", "print_config", "allow_import", "without", "help")  # they are no keys of a config
 _PROFILERS = ("simple", "advanced", "pytorch", "xla")  # names that Lightning's Trainer takes, besides classes
@@ -270,6 +272,8 @@ class _Classes:
         top = missing_module(path)
         if top:
             near = did_you_mean(top, {allowed.partition(".")[0] for allowed in ALLOWED_IMPORTS})
+            if path in OPTIMIZERS.values():
+                near = f": {install_line(top.replace('_', '-'))}"
             raise _error(f"{where}: {name}: there is no module {top!r}{near}", place)
         trusted = f"{module}.".startswith(("lit_efficient.", "lightning.pytorch.", "torch.optim."))
         source = module_source(module) if trusted else None

@@ -28,6 +28,12 @@ SHORT = {
 ENVIRONMENTS = "lightning.pytorch.plugins.environments"  # plugins, too: SLURMEnvironment and others
 # torch's class of this name has no `monitor`, which Lightning needs.
 _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
+# Optimizers of other packages, which a config may name without their package.
+OPTIMIZERS = {
+    "CAME": "came_pytorch.CAME",
+    "Prodigy": "prodigyopt.Prodigy",
+    **{f"DAdapt{name}": f"dadaptation.DAdapt{name}" for name in ("AdaGrad", "Adam", "Adan", "Lion", "SGD")},
+}
 _PLAIN = {"int", "float", "str", "bool", "None", "Path", "PathLike"}
 _CONTAINERS = {"list", "List", "Sequence", "Iterable", "tuple", "Tuple"}
 _UNIONS = {"Union", "Optional"}
@@ -189,13 +195,15 @@ def full_name(name: str) -> str:
         return f"lit_efficient.{name}"
     if name in short_names():
         return short_names()[name]
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
     other = third_party(name)
     return other.path if other else name
 
 
 def known_names() -> list[str]:
     """Return the short class names that a config may use."""
-    return [*(name for name in PUBLIC if name[:1].isupper()), *registered(), *short_names()]
+    return [*(name for name in PUBLIC if name[:1].isupper()), *registered(), *short_names(), *OPTIMIZERS]
 
 
 def missing_module(path: str) -> str:

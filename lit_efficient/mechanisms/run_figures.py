@@ -107,7 +107,7 @@ class RunFigures(Callback, ChecksTypes, TrainerOnly):
         for logger in trainer.loggers:
             logger.log_metrics(dict(values), step=logged_step(trainer))
         self.bar_figures = {name: values[name] for name in ("grad_norm", "mfu") if name in values}
-        rates = set(self._rates.values())
+        rates = {value for name, value in self._rates.items() if name.startswith("lr")}
         if len(rates) == 1:
             self.bar_figures = {"lr": rates.pop(), **self.bar_figures}
         self._norms = {}
@@ -166,6 +166,8 @@ def rates_of(optimizers: list[Optimizer]) -> dict[str, float]:
     """Return the learning rates of all parameter groups, by the name under which they are logged.
 
     The name is ``lr`` for a single group, else ``lr/NAME`` for a group with a unique name, else ``lr/INDEX``.
+    Optimizers that estimate their step size (Prodigy, D-Adaptation) multiply the rate by the estimate ``d``, which is
+    logged, too.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     names = [str(group.get("name") or "") for group in groups]
@@ -175,7 +177,10 @@ def rates_of(optimizers: list[Optimizer]) -> dict[str, float]:
             key = name if name and names.count(name) == 1 else str(index)
             rates[f"lr/{key}"] = float(group["lr"])
     if len(groups) == 1 and rates:
-        return {"lr": next(iter(rates.values()))}
+        rates = {"lr": next(iter(rates.values()))}
+    estimates = [float(one.param_groups[0]["d"]) for one in optimizers if "d" in one.param_groups[0]]
+    for index, estimate in enumerate(estimates):
+        rates["d" if len(estimates) == 1 else f"d/{index}"] = estimate
     return rates
 
 

@@ -5,18 +5,19 @@ import inspect
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 import yaml
 from lightning.pytorch import callbacks, loggers
 from torch.optim import lr_scheduler
 
 from lit_efficient import PUBLIC
 from lit_efficient.__main__ import SUBCOMMANDS
-from lit_efficient.cli import run
+from lit_efficient.cli import names, run
 from lit_efficient.cli.arguments import read_command
 from lit_efficient.cli.signatures import full_name, short_names, signature
 from lit_efficient.cli.tree import load, plain_data
 from lit_efficient.internals.jsonargparse_parser import subcommands
-from tests.cli.toy_runs import OVERLAYS, fit
+from tests.cli.toy_runs import OVERLAYS, fit, refused
 from tests.support_cli import Parts, Recorder, ToyModel
 
 
@@ -155,3 +156,18 @@ def test_options_are_added_for_the_subcommand_that_comes_first_and_else_for_all(
         parts = Parts(args=words, allow_imports=["tests"])
         assert subcommands(parts.parser).keys() == wanted
         assert type(parts.model) is ToyModel
+
+
+def test_optimizers_of_other_packages_are_named_without_their_package():
+    pytest.importorskip("prodigyopt")
+    assert fit("--optimizer", "Prodigy", "--optimizer.d_coef", "2.0") == 0
+    (optimizer,) = ToyModel.last.trainer.optimizers
+    assert type(optimizer).__module__ == "prodigyopt.prodigy"
+    assert optimizer.param_groups[0]["d_coef"] == 2.0
+    assert optimizer.param_groups[0]["k"] > 0
+
+
+def test_a_missing_package_of_an_optimizer_is_named_with_the_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setattr(names, "missing_module", lambda path: path.partition(".")[0] if "CAME" in path else None)
+    said = refused(capsys, "--optimizer", "CAME", "--optimizer.lr", "1e-3")
+    assert "optimizer: CAME: there is no module 'came_pytorch': pip install " in said

@@ -61,16 +61,33 @@ class CaptionTokens:
 
         A caption without tokens gets one true padding token, since attention needs at least one.
         """
+        (row,) = self.encode_chunks(caption, 1)
+        return row
+
+    def encode_chunks(self, caption: str, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return ``count`` chunks of a caption, each as :meth:`encode` returns it, with special tokens of its own.
+
+        Chunks after the end of the caption are those of the empty caption.
+        """
         before, after = self.around
         encoding = self._tokenizer.encode(before + caption + after)
-        if encoding.overflowing and not self._warned:
+        chunks = [encoding, *encoding.overflowing]
+        if len(chunks) > count and not self._warned:
             self._warned = True
+            limit = f"max_length={self.length} tokens"
+            if count > 1:
+                limit = f"{count} chunks of {limit}"
             warnings.warn(
-                f"A caption has more than max_length={self.length} tokens and is truncated. Others will be, too, "
-                f"without further warnings: {caption[:80]!r}",
-                stacklevel=2,
+                f"A caption has more than {limit} and is truncated. Others will be, too, without further warnings: "
+                f"{caption[:80]!r}",
+                stacklevel=3,
             )
-        ids = encoding.ids or [self.pad]
+        while len(chunks) < count:
+            chunks.append(self._tokenizer.encode(before + after))
+        return [self._padded(chunk.ids) for chunk in chunks[:count]]
+
+    def _padded(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        ids = ids or [self.pad]
         missing = self.length - len(ids)
         row = torch.tensor(ids)
         seen = torch.ones(len(ids), dtype=torch.bool)

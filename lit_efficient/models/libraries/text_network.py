@@ -89,6 +89,9 @@ class TextEncoderConfig:
         subfolder: folder of the encoder in a pipeline: ``text_encoder``.
         max_length: tokens of a caption, special tokens included; longer captions are truncated, shorter ones padded.
             None is the length of the pipeline, or 77.
+        chunks: number of chunks of ``max_length`` tokens in which CLIP encodes a caption, each with its own begin and
+            end token. Their states are concatenated; the pooled embedding is that of the first chunk. Shorter captions
+            are filled up with empty chunks. More than 1 only for CLIP alone and the pipelines ``sd`` and ``sdxl``.
         layer: layer whose output is used: -1 is the last, after the final norm; -2 the one before it, and so on.
         final_norm: apply the final norm to an earlier layer.
         captions: the tokenizer and its padding.
@@ -106,6 +109,7 @@ class TextEncoderConfig:
     config_fields: dict[str, Primitive | list[Primitive] | dict[str, Primitive]] | None = None
     subfolder: str = ""
     max_length: int | None = None
+    chunks: int = 1
     layer: int = -1
     final_norm: bool = False
     captions: CaptionReading = CaptionReading()
@@ -125,6 +129,7 @@ class TextEncoderConfig:
             if find_spec("transformers"):
                 _check_fields(self.config_fields or {})
         check_number(_OWNER, "max_length", self.max_length, least=2, whole=True, null=True)
+        check_number(_OWNER, "chunks", self.chunks, least=1, whole=True)
         check_number(_OWNER, "layer", self.layer, most=-1, whole=True)
         if self.final_norm and self.layer == -1:
             raise refusal(_OWNER, "final_norm", "false for layer -1, which includes the final norm", self.final_norm)
@@ -137,6 +142,8 @@ class TextEncoderConfig:
     def _check_pipeline(self) -> None:
         check_choice(_OWNER, "pipeline", self.pipeline, get_args(TextKind), null=True)
         free = {"name_or_path", "max_length", "pipeline", "revision", "dtype", "config", "variant"}
+        if self.pipeline in ("sd", "sdxl"):
+            free.add("chunks")
         if self.pipeline == "sd":
             free |= {"layer", "final_norm"}
         fixed = [f.name for f in fields(self) if f.name not in free and getattr(self, f.name) != f.default]
@@ -203,7 +210,9 @@ class TextNetwork:
             assert self._instructed is not None
             tokens = self._instructed
             captions = [self.spec.captions.instruction + caption for caption in captions]
-        ids, mask = (moved(torch.stack(rows), device) for rows in zip(*map(tokens.encode, captions)))
+        count = self.spec.chunks
+        chunks = [chunk for caption in captions for chunk in tokens.encode_chunks(caption, count)]
+        ids, mask = (moved(torch.stack(rows), device) for rows in zip(*chunks))
         if not self.hides_padding:
             mask = torch.ones_like(mask)
         options: dict[str, Any] = {"attention_mask": mask} if self.hides_padding else {}
@@ -224,6 +233,10 @@ class TextNetwork:
             last = 1 - self.tokens.length
             hidden = torch.cat([hidden[:, :1], hidden[:, last:]], dim=1)
             mask = torch.cat([mask[:, :1], mask[:, last:]], dim=1)
+        if count > 1:
+            hidden = hidden.unflatten(0, (-1, count)).flatten(1, 2)
+            mask = mask.unflatten(0, (-1, count)).flatten(1, 2)
+            pooled = None if pooled is None else pooled[::count]
         drop = self.spec.captions.drop
         return TextEmbedding(hidden[:, drop:], mask[:, drop:], pooled)
 
@@ -242,7 +255,7 @@ class TextNetwork:
 
     def digest(self) -> str:
         """Return a SHA-256 digest of all that an embedding depends on: weights, tokenizer and options."""
-        reading = {name: getattr(self.spec, name) for name in ("layer", "final_norm", "dtype")}
+        reading = {name: getattr(self.spec, name) for name in ("chunks", "layer", "final_norm", "dtype")}
         prepared = [self.spec.captions.lowercase, self.spec.captions.instruction, self.spec.captions.drop]
         described = [reading, self.hides_padding, prepared, self.tokens.state()]
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
@@ -304,6 +317,8 @@ class TextNetwork:
             except (IndexError, RuntimeError) as error:
                 allowed = f"less than {positions}: {type(self.network).__name__} keeps some of its positions"
                 raise refusal(_OWNER, "max_length", allowed, self.tokens.length) from error
+        if self.spec.chunks > 1 and config.model_type != "clip_text_model":
+            raise refusal(_OWNER, "chunks", f"1 for {type(self.network).__name__}, which is no CLIP", self.spec.chunks)
         layers = getattr(text, "num_hidden_layers", None)
         if layers is not None and self.spec.layer < -1 - layers:
             allowed = f"-1 to {-1 - layers}, as {type(self.network).__name__} has {layers} layers"
