@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_efficient.application.optimizers import schedulers_of
 from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import (
     ConfigurationError,
@@ -60,6 +61,7 @@ from lit_efficient.mechanisms.adapters.targets import (
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows
+from lit_efficient.optimizers.rates import multiply_rates
 from lit_efficient.surgery import call_layers, count, expert_stacks, inner_optimizer, local, match_modules, weights_wait
 from lit_efficient.traits import Trait
 
@@ -85,6 +87,8 @@ class LoRA(AdapterTechnique):
             rounded int4 weight that results from merging, at the cost of one float weight per layer.
         lr_ratio: Learning rate of B divided by the rate of A (LoRA+), above 0; the paper uses 16. ``None`` trains
             both at the same rate.
+        rates: Learning rates of parts of the module as multiples of the optimizer's rate, by regular expressions for
+            the ends of dotted names, such as ``{text_networks: 0.5}`` for text encoders.
         bias: Biases that also train: ``none``, ``lora_only`` (biases of adapted layers) or ``all``.
         modules_to_save: Patterns of modules that train in full, such as a new head, and are saved in checkpoints.
         trainable_token_indices: Ids of tokens whose rows of the embeddings and of the output head train, as in peft.
@@ -125,6 +129,7 @@ class LoRA(AdapterTechnique):
         dropout: float = 0.0,
         variant: str = "lora",
         lr_ratio: float | None = None,
+        rates: dict[str, float] | None = None,
         bias: str = "none",
         modules_to_save: str | list[str] | None = None,
         trainable_token_indices: str | list[int] | None = None,
@@ -139,6 +144,8 @@ class LoRA(AdapterTechnique):
         check_number("LoRA", "dropout", dropout, least=0, below=1)
         check_choice("LoRA", "variant", variant, VARIANTS)
         check_number("LoRA", "lr_ratio", lr_ratio, above=0, null=True)
+        for pattern, rate in (rates or {}).items():
+            check_number("LoRA", f"rates[{pattern!r}]", rate, above=0)
         if dropout and variant == "rounded":
             raise refusal("LoRA", "dropout", "0 for variant rounded, which sums weight and adapter", dropout)
         check_choice("LoRA", "bias", bias, ("none", "lora_only", "all"))
@@ -154,6 +161,7 @@ class LoRA(AdapterTechnique):
         self.dropout = dropout
         self.variant = variant
         self.lr_ratio = lr_ratio
+        self.rates = rates
         self.bias = bias
         self.modules_to_save = modules_to_save
         self.trainable_token_indices = trainable_token_indices
@@ -264,6 +272,11 @@ class LoRA(AdapterTechnique):
 
     def check(self, trainer: Any, module: nn.Module) -> None:
         traits = traits_of(trainer.strategy)
+        if self.rates and traits.flattens:
+            raise ConflictError(
+                f"LoRA: rates={self.rates} needs parameter groups, and the optimizer of {traits.name} steps other "
+                "tensors. Leave out rates, or use strategy='ddp'"
+            )
         if self.lr_ratio is not None and traits.flattens:
             raise ConflictError(
                 f"LoRA: lr_ratio={self.lr_ratio} changes the module's parameters after each step, but the optimizer of "
@@ -271,9 +284,14 @@ class LoRA(AdapterTechnique):
             )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
-        """With LoRA+, multiply each step's change of the B matrices. Groups, schedulers and states do not change."""
+        """Split the groups by ``rates``. With LoRA+, multiply each step's change of the B matrices."""
+        if self.rates:
+            multiply_rates(optimizer, schedulers_of(module), module, self.rates, who="LoRA: rates")
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LowRank | LowRankExperts)}
         report = self._report(module, tuple(adapted))
+        if self.rates:
+            rates = ", ".join(f"{pattern} at {rate:g} times the rate" for pattern, rate in self.rates.items())
+            report = dataclasses.replace(report, summary=f"{report.summary}; {rates}")
         if self.lr_ratio is None:
             return report
         if "ScheduleFree" in type(optimizer).__name__:

@@ -32,7 +32,11 @@ _ALIASES = {"ReduceLROnPlateau": "lightning.pytorch.cli.ReduceLROnPlateau"}
 OPTIMIZERS = {
     "CAME": "came_pytorch.CAME",
     "Prodigy": "prodigyopt.Prodigy",
-    **{f"DAdapt{name}": f"dadaptation.DAdapt{name}" for name in ("AdaGrad", "Adam", "Adan", "Lion", "SGD")},
+    "DAdaptAdaGrad": "dadaptation.DAdaptAdaGrad",
+    "DAdaptAdam": "dadaptation.DAdaptAdam",
+    "DAdaptAdan": "dadaptation.DAdaptAdan",
+    "DAdaptLion": "dadaptation.DAdaptLion",
+    "DAdaptSGD": "dadaptation.DAdaptSGD",
 }
 _PLAIN = {"int", "float", "str", "bool", "None", "Path", "PathLike"}
 _CONTAINERS = {"list", "List", "Sequence", "Iterable", "tuple", "Tuple"}

@@ -67,6 +67,8 @@ class LatentData(KeyedModule):
             part (with a cache on all images, without on 256), or ``declared`` by the configuration of the autoencoder.
             null takes those of the pipeline from which the trained network comes, and measures them for other networks.
         cached: Train on a cache. false encodes in each step.
+        cached_text: Store the embeddings of captions in the cache. false stores the captions alone, which the task
+            encodes in each step, as ``text_training`` requires.
         build: Make the cache in ``prepare_data`` if it does not exist.
 
     Raises:
@@ -87,6 +89,7 @@ class LatentData(KeyedModule):
         statistics: Literal["measured", "declared"] | None = None,
         cached: bool = True,
         build: bool = False,
+        cached_text: bool = True,
     ) -> None:
         super().__init__()
         if not isinstance(images, ImageSource):
@@ -105,6 +108,7 @@ class LatentData(KeyedModule):
         self.cached = cached
         self.build = build
         self.backbone: DiffusersModelConfig | None = None  # the trained network, for commands without a trainer
+        self.cached_text = cached_text
         self.codec: LatentCodec
         self.text_encoder: TextEncoder | None = None
         self._encoders: Encoders | None = None
@@ -122,6 +126,11 @@ class LatentData(KeyedModule):
     def num_classes(self) -> int:
         """Number of classes; 0 if the images have no labels."""
         return int(self.images.num_classes)
+
+    @property
+    def caches_text(self) -> bool:
+        """True if batches hold stored embeddings of captions."""
+        return self.cached and self.cached_text and self.text_encoder_config is not None
 
     @property
     def source(self) -> Any:
@@ -184,8 +193,7 @@ class LatentData(KeyedModule):
     def setup(self, stage: str) -> None:
         self.tell_network()
         self.images.setup(stage)
-        encoders = self.encoders()
-        self.text_encoder = encoders.text
+        self.encoders()
         if self.cached:
             self._store = self._open(thorough=False)
         self.codec = self._codec(self._store)
@@ -267,7 +275,9 @@ class LatentData(KeyedModule):
             codec = LatentCodec(autoencoder, torch.zeros(channels), torch.ones(channels))
             encoders = Encoders(codec, format=self.format, dtype=self.dtype)
             if self.text_encoder_config is not None:
-                encoders.text = TextEncoder.find(self.text_encoder_config)
+                self.text_encoder = TextEncoder.find(self.text_encoder_config)
+                if self.cached_text:
+                    encoders.text = self.text_encoder
             if self.features is not None:
                 encoders.teacher = self.features.find(self.images)
                 encoders.feature_dtype = self.features.dtype

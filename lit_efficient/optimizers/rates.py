@@ -8,17 +8,17 @@ bounds, factors, momenta) are split too. ``eta_min`` of the cosine schedules is 
 Source: Howard and Ruder (2018), https://arxiv.org/abs/1801.06146, section 3.2
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.contents import contents
 from lit_efficient.internals.torch_optimizers import LAST_RATES
-from lit_efficient.surgery import inner_optimizer
+from lit_efficient.surgery import inner_optimizer, match_modules
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # keys of a group; schedulers add all but the first
 _RATES_BY_GROUP = ("base_lrs", LAST_RATES, "min_lrs", "max_lrs")  # attributes of a scheduler
@@ -95,6 +95,29 @@ def split_groups(
                 f"{who}: {type(scheduler).__name__}(eta_min={floor:g}) is above the rate {lowest:g} of the deepest "
                 f"group, whose rate would rise: {way_out}"
             )
+
+
+def multiply_rates(
+    optimizer: Optimizer, schedulers: Iterable[object], module: nn.Module, rates: Mapping[str, float], *, who: str
+) -> None:
+    """Multiply the learning rates of parts of a module by factors, as :func:`split_groups` does.
+
+    Args:
+        optimizer: Optimizer before its first step. It is changed in place.
+        schedulers: All schedulers of the optimizer.
+        module: The module.
+        rates: Factors by regular expressions for the ends of modules' dotted names. Of several that match, the last one
+            counts.
+        who: Name of the technique and its argument at the beginning of error messages.
+
+    Raises:
+        ConfigurationError: If a pattern matches no module, and as for :func:`split_groups`.
+    """
+    part_of: dict[int, int] = {}
+    for number, pattern in enumerate(rates, start=1):
+        for _, found in match_modules(module, [pattern], who=who):
+            part_of |= dict.fromkeys(map(id, found.parameters()), number)
+    split_groups(optimizer, schedulers, lambda p: part_of.get(id(p), 0), [1.0, *rates.values()], who=who)
 
 
 def _tensors_of_groups(optimizer: Optimizer) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
 from lit_efficient.models.libraries.pipeline_folder import EmptyCaption
 from lit_efficient.models.libraries.text_encoder import TextEncoder
 from lit_efficient.models.networks.backbone_shape import BackboneShape
@@ -25,6 +25,7 @@ class Conditioning:
     shape: BackboneShape  # inputs of the network
     encoder: TextEncoder | None  # of captions; without one, batches contain their embeddings
     empty: EmptyCaption | None = None  # condition of hidden captions; None: encoded
+    live: bool = False  # the encoder trains, so that stored embeddings are not those of its present weights
 
     def check(self, num_classes: int | None = None) -> None:
         """Check that the classes of the data and the text encoder fit the network.
@@ -100,6 +101,12 @@ class Conditioning:
         self, batch: dict[str, Any], device: torch.device, negative: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the embeddings of tokens, their mask (None if all count), and the pooled embedding."""
+        if "text" in batch and self.live:
+            raise ConfigurationError(
+                "LatentDiffusion: the batch has embeddings of captions that the frozen encoder computed, and "
+                "text_training trains the encoder: set cached_text: false in LatentData, so that captions are encoded "
+                "in each step"
+            )
         if "text" in batch:
             text, mask, pooled = (batch.get(name) for name in ("text", "text_mask", "pooled"))
         else:
@@ -128,6 +135,25 @@ class Conditioning:
                 f"{name} are missing (the batch has {', '.join(sorted(batch)) or 'nothing'})"
             )
         return batch[name]
+
+
+@checks_types
+@dataclass(frozen=True)
+class TextTraining:
+    """Text encoders that train together with the network, or whose adapters and new tokens do.
+
+    Args:
+        encoders: Names of the encoders, as in pipelines: text_encoder, text_encoder_2, text_encoder_3. null takes all
+            that belong to CLIP.
+        until: Share of the run's steps after which the encoders stay as they are, in (0, 1]. Captions are encoded by
+            the trained encoders without gradients from then on.
+    """
+
+    encoders: list[str] | None = None
+    until: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("LatentDiffusion", "text_training.until", self.until, above=0, most=1)
 
 
 class Prompts:

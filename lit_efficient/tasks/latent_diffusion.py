@@ -22,6 +22,7 @@ Source: Rombach et al. (2022), https://arxiv.org/abs/2112.10752; Peebles and Xie
     https://arxiv.org/abs/2212.09748.
 """
 
+import math
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -51,6 +52,7 @@ from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.protocol import builds_no_layers
 from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
+from lit_efficient.tasks.latent_conditions import TextTraining
 from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, Samples, check, to_uint8
 from lit_efficient.tasks.latent_source import LatentSource
 from lit_efficient.tasks.loss_by_noise import LossByNoise
@@ -102,6 +104,8 @@ class LatentDiffusion(LatentGenerator):
             timestep_shift, empty_prompt, vae_scaling, text_encoder. Other contradictions are refused.
         image_condition: Image that the network sees beside the noisy latents: ControlNet, inpainting, or editing by
             Flux Kontext and Qwen-Image-Edit. null for none.
+        text_training: Text encoders that train with the network, or whose adapters (`LoRA`) or new tokens
+            (`TextualInversion`) do. Captions are then encoded in each step. null keeps all text encoders frozen.
     """
 
     logs: ClassVar[tuple[str, ...]] = ("train/loss", "val/loss")  # and others with these prefixes
@@ -121,6 +125,7 @@ class LatentDiffusion(LatentGenerator):
         samples: Samples = Samples(),  # noqa: B008 (frozen)
         override: list[str] | None = None,
         image_condition: ImageCondition | None = None,
+        text_training: TextTraining | None = None,
     ) -> None:
         super().__init__(
             backbone,
@@ -132,6 +137,7 @@ class LatentDiffusion(LatentGenerator):
             samples,
             override or [],
             image_condition,
+            text_training,
         )
         self.timestep_sampling = self.settings.timestep_sampling(timestep_sampling, self.process)
         check_sampling("LatentDiffusion", self.timestep_sampling, self.process)
@@ -157,6 +163,7 @@ class LatentDiffusion(LatentGenerator):
                 "samples": asdict(self.samples),
                 "override": list(self.settings.override),
                 "image_condition": None if self.image_condition is None else asdict(self.image_condition),
+                "text_training": None if self.text_training is None else asdict(self.text_training),
             }
         )
         self._by_noise = LossByNoise()
@@ -177,6 +184,15 @@ class LatentDiffusion(LatentGenerator):
         if stage == "fit" and self.codec is not None and self.text_encoder is None and self.shape.takes_text:
             allowed = "0 without a text encoder, which embeds the empty caption: add one to the data (text_encoder)"
             check("label_dropout", self.label_dropout, allowed, self.label_dropout == 0.0)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.text_training is not None and self.text_training.until < 1:
+            until = self.text_training.until
+            allowed = "1 for a run without an end: set trainer.max_steps or trainer.max_epochs"
+            check("text_training.until", until, allowed, math.isfinite(self.trainer.estimated_stepping_batches))
+            allowed = "1 with several processes, which wait for the gradients of all parameters"
+            check("text_training.until", until, allowed, self.trainer.world_size == 1)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss, and per sample the loss, time, log-SNR, prediction and target for techniques."""
@@ -199,6 +215,13 @@ class LatentDiffusion(LatentGenerator):
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self._evaluate("test", batch, batch_idx)
+
+    def _text_trains(self) -> bool:
+        """Return whether this step trains text encoders."""
+        if self.text_training is None:
+            return False
+        until = self.text_training.until
+        return until == 1 or self.trainer.global_step < until * self.trainer.estimated_stepping_batches
 
     def explain_not_finite(self) -> str | None:
         """Return the reason why the last batch has no finite loss, if it is the autoencoder."""
@@ -233,13 +256,14 @@ class LatentDiffusion(LatentGenerator):
 
     def _trained_condition(self, batch: dict[str, Any], count: int) -> Condition:
         """Return the conditions of ``count`` samples, some of which are hidden."""
-        condition = self.conditioning.of_batch(batch, self.device)
-        if not self.shape.conditions:
-            return condition
-        hidden = torch.rand(count, device=self.device) < self.label_dropout
-        if not self.label_dropout:
-            return condition
-        return condition.dropped(hidden, self.conditioning.null(self.device))
+        with torch.set_grad_enabled(self._text_trains()):
+            condition = self.conditioning.of_batch(batch, self.device)
+            if not self.shape.conditions:
+                return condition
+            hidden = torch.rand(count, device=self.device) < self.label_dropout
+            if not self.label_dropout:
+                return condition
+            return condition.dropped(hidden, self.conditioning.null(self.device))
 
     def _losses(
         self, batch: dict[str, Any], condition: Condition, process: DiffusionProcess, generator: torch.Generator | None

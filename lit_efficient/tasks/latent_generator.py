@@ -35,6 +35,7 @@ from lit_efficient.models.libraries import backbones
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.image_condition import ImageCondition, shape_with, without_paths
 from lit_efficient.models.libraries.latent_codec import LatentCodec, PreviewDecoder
+from lit_efficient.models.libraries.live_text import LiveText
 from lit_efficient.models.libraries.pipeline_folder import Scaling, in_pipeline
 from lit_efficient.models.libraries.text_encoder import TextEncoder
 from lit_efficient.models.networks.backbone_shape import BackboneShape
@@ -47,7 +48,7 @@ from lit_efficient.surgery import moved, own_draws
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.deferred_weights import weights_may_wait
 from lit_efficient.tasks.image_inputs import image_input
-from lit_efficient.tasks.latent_conditions import Conditioning, Prompts
+from lit_efficient.tasks.latent_conditions import Conditioning, Prompts, TextTraining
 from lit_efficient.tasks.latent_sampling import draw_noise, guided, sample_latents
 from lit_efficient.tasks.latent_source import LatentSource
 from lit_efficient.tasks.pipeline_settings import PipelineSettings
@@ -110,6 +111,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         samples: Samples,
         override: Sequence[str],
         image_condition: ImageCondition | None = None,
+        text_training: TextTraining | None = None,
     ) -> None:
         super().__init__()
         # Arguments are dicts if they come from a checkpoint.
@@ -121,6 +123,10 @@ class LatentGenerator(ChecksTypes, LightningModule):
         self.image_condition = image_condition
         if isinstance(image_condition, dict):
             self.image_condition = ImageCondition(**image_condition)
+        self.text_training = TextTraining(**text_training) if isinstance(text_training, dict) else text_training
+        if self.text_training is not None:
+            allowed = f"null for {self.shape.name}, which takes no text"
+            check("text_training", self.text_training, allowed, self.shape.takes_text)
         self.settings = PipelineSettings(self.backbone, override)
         self.prediction: Prediction = self.settings.prediction(prediction)
         self.process = self.settings.process(schedule)
@@ -151,7 +157,9 @@ class LatentGenerator(ChecksTypes, LightningModule):
         self._described_image: dict[str, Any] | None = None
         self.network: nn.Module | None = None
         self.codec: LatentCodec | None = None
-        self.text_encoder: TextEncoder | None = None
+        self.text_encoder: TextEncoder | None = None  # frozen
+        self.live_text: LiveText | None = None  # the same encoder with the networks that train
+        self.text_networks: nn.ModuleDict | None = None  # these networks
         self.latent_size: tuple[int, int] | None = None
         self.class_names: list[str] = []  # of the training data
 
@@ -163,7 +171,8 @@ class LatentGenerator(ChecksTypes, LightningModule):
     @property
     def conditioning(self) -> Conditioning:
         """Builder of the network's conditions."""
-        return Conditioning(self.shape, self.text_encoder, self.sampler.empty_prompt)
+        encoder = self.live_text or self.text_encoder
+        return Conditioning(self.shape, encoder, self.sampler.empty_prompt, live=self.live_text is not None)
 
     def check_latents(self, channels: int, height: int, width: int) -> None:
         """Raise ConfigurationError for latents that do not fit the backbone."""
@@ -214,6 +223,14 @@ class LatentGenerator(ChecksTypes, LightningModule):
         self.class_names = [str(name) for name in getattr(data, "class_names", None) or self.class_names]
         self.conditioning.check(data.num_classes)
         self._check_nothing()
+        if self.text_training is not None and stage == "fit":
+            held = getattr(data, "caches_text", False)
+            allowed = (
+                "null with cached embeddings of captions: set cached_text: false in LatentData to encode them live"
+            )
+            check("text_training", self.text_training, allowed, not held)
+            allowed = "null without a text encoder in the data: set text_encoder in LatentData"
+            check("text_training", self.text_training, allowed, self.text_encoder is not None)
         if self.samples.preview is not None and stage == "fit":
             allowed = "null for data without an autoencoder (codec) to approximate"
             check("samples.preview", self.samples.preview, allowed, self.codec is not None)
@@ -232,11 +249,19 @@ class LatentGenerator(ChecksTypes, LightningModule):
         self._described = backbones.self_contained(self.backbone)
         if self.image_condition is not None:
             self._described, self._described_image = without_paths(self._described, self.image_condition, self.shape)
+        self._build_text()
         if self.shape.learned_variance:
             rank_zero_info(
                 f"LatentDiffusion: {self.shape.name} has twice as many output channels as input channels. The second "
                 "half, a variance, is neither trained nor used"
             )
+
+    def _build_text(self) -> None:
+        """Build the text encoders that train, as soon as the frozen encoder is known."""
+        if self.text_training is None or self.text_encoder is None or self.live_text is not None:
+            return
+        self.live_text = LiveText.of(self.text_encoder, self.text_training.encoders)
+        self.text_networks = self.live_text.networks
 
     def on_fit_start(self) -> None:
         if self.sampler.path_drop:
@@ -481,6 +506,8 @@ class LatentGenerator(ChecksTypes, LightningModule):
                 "texts of another encoder",
                 "Use the text encoder of the original run for the data, or start again",
             )
+        if self.network is not None:
+            self._build_text()
         own = checkpoint.get(_OWN_KEY)
         if own is not None:
             self._prompts.load(own["prompts"])

@@ -3,9 +3,11 @@
     pytorch_lora_weights.safetensors    unet.NAME.lora_A.weight, transformer.NAME...,        pipeline.load_lora_weights
                                         text_encoder.NAME..., text_encoder_2.NAME...
     kohya.safetensors                   lora_unet_NAME.lora_down.weight, .lora_up.weight, .alpha   (of a UNet)
+                                        lora_te_NAME..., in SDXL lora_te1_NAME..., lora_te2_NAME...
 
-Adapters of transformers are written in the first format only, because kohya's names refer to another implementation
-with other layers. Source: the loaders of diffusers; https://github.com/kohya-ss/sd-scripts.
+Adapters of denoising transformers are written in the first format only, because kohya's names refer to another
+implementation with other layers. Layers of CLIP are named as in published files, below ``text_model``.
+Source: the loaders of diffusers; https://github.com/kohya-ss/sd-scripts.
 """
 
 import json
@@ -69,18 +71,46 @@ def write_several(
         networks: As in :func:`places_of`.
     """
     named: dict[str, Tensor] = {}
+    kohya: dict[str, Tensor] = {}
     header: dict[str, object] = {}
+    places = places_of(networks)
     for part in networks:
-        place = places_of(networks)[part["name"]]
+        place = places[part["name"]]
         prefix = f"{_PEFT}{part['name']}."
+        own = {}
         for name, tensor in tensors.items():
             if name.startswith(prefix) and ".lora_" in name:
-                key = f"{place}.{name.removeprefix(prefix)}"
-                if part["library"] == "transformers" and name.endswith("lora_magnitude_vector"):
-                    key += ".weight"  # transformers reads peft's present name
-                named[key] = tensor
+                own[_published(name.removeprefix(prefix), part)] = tensor
+        for name, tensor in own.items():
+            key = f"{place}.{name}"
+            if part["library"] == "transformers" and name.endswith("lora_magnitude_vector"):
+                key += ".weight"  # transformers reads peft's present name
+            named[key] = tensor
+        kohya |= to_kohya(own, config, _kohya_prefix(place, networks))
         header |= {f"{place}.{key}": value for key, value in {**config, "target_modules": part["targets"]}.items()}
     save_tensors(folder / LORA_FILE, named, format="pt", lora_adapter_metadata=json.dumps(header))
+    if "unet" in places.values():
+        save_tensors(folder / KOHYA_FILE, kohya, format="pt")
+
+
+def _published(name: str, part: Fields) -> str:
+    """Return the name of a tensor in published files. Layers of CLIP are below ``text_model`` in these."""
+    if part["class"].startswith("CLIPText") and not name.startswith("text_model."):
+        return f"text_model.{name}"
+    return name
+
+
+def _kohya_prefix(place: str, networks: Sequence[Fields]) -> str:
+    """Return what kohya's scripts write before the names of layers of a network."""
+    if place == "unet":
+        return "lora_unet_"
+    unets = [json.loads(part["config"]) for part in networks if part["class"].startswith("UNet")]
+    number = place.rpartition("_")[2]
+    if number.isdigit():
+        return f"lora_te{number}_"
+    if any(config.get("addition_embed_type") == "text_time" for config in unets):
+        return "lora_te1_"
+    return "lora_te_"
 
 
 def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Fields) -> None:
@@ -107,12 +137,13 @@ def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Fi
         save_tensors(folder / KOHYA_FILE, to_kohya(own, config), format="pt")
 
 
-def to_kohya(tensors: Mapping[str, Tensor], config: Fields) -> dict[str, Tensor]:
-    """Return the factors of a UNet's layers by kohya's names, with an ``alpha`` for each layer.
+def to_kohya(tensors: Mapping[str, Tensor], config: Fields, prefix: str = "lora_unet_") -> dict[str, Tensor]:
+    """Return the factors of a network's layers by kohya's names, with an ``alpha`` for each layer.
 
     Args:
         tensors: Factors by peft's names, without its prefix.
         config: Configuration of peft.
+        prefix: What kohya's scripts write before the name of a layer.
     """
     alpha = config["lora_alpha"]
     if config["use_rslora"]:
@@ -120,7 +151,7 @@ def to_kohya(tensors: Mapping[str, Tensor], config: Fields) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, factor = name.partition(".lora_")
-        key = "lora_unet_" + layer.replace(".", "_")
+        key = prefix + layer.replace(".", "_")
         found[f"{key}.{_KOHYA[f'lora_{factor}']}"] = tensor
         found[f"{key}.alpha"] = torch.tensor(float(alpha))
     return found

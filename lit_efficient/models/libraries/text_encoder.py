@@ -20,6 +20,7 @@ Podell et al. (2023), https://arxiv.org/abs/2307.01952; Esser et al. (2024), htt
 """
 
 import contextlib
+import copy
 import hashlib
 import inspect
 import json
@@ -226,6 +227,12 @@ class TextEncoder:
         if self._parts is None:
             self._parts = type(self).load(self.spec).parts
         return self._parts
+
+    def own_parts(self) -> list[TextNetwork]:
+        """Return copies of the networks. Those on disk are loaded for the caller alone."""
+        if self._parts is None:
+            return type(self).load(self.spec).parts
+        return [TextNetwork(part.spec, copy.deepcopy(part.network), part.tokens) for part in self._parts]
 
     @property
     def nbytes(self) -> int:

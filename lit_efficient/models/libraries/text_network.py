@@ -241,6 +241,11 @@ class TextNetwork:
         return TextEmbedding(hidden[:, drop:], mask[:, drop:], pooled)
 
     @property
+    def is_clip(self) -> bool:
+        """Return whether the network is a text encoder of CLIP."""
+        return bool(self.network.config.model_type == "clip_text_model")
+
+    @property
     def is_instructed(self) -> bool:
         """Return whether captions follow an instruction, and negative prompts do not."""
         return self._instructed is not None
@@ -250,7 +255,7 @@ class TextNetwork:
         """Return whether masks exclude padding; otherwise they are all true."""
         config = self.network.config
         if self.spec.captions.padding == "auto":
-            return config.model_type != "clip_text_model" or bool(getattr(config, "use_attention_mask", False))
+            return not self.is_clip or bool(getattr(config, "use_attention_mask", False))
         return self.spec.captions.padding == "hidden"
 
     def digest(self) -> str:
@@ -317,7 +322,7 @@ class TextNetwork:
             except (IndexError, RuntimeError) as error:
                 allowed = f"less than {positions}: {type(self.network).__name__} keeps some of its positions"
                 raise refusal(_OWNER, "max_length", allowed, self.tokens.length) from error
-        if self.spec.chunks > 1 and config.model_type != "clip_text_model":
+        if self.spec.chunks > 1 and not self.is_clip:
             raise refusal(_OWNER, "chunks", f"1 for {type(self.network).__name__}, which is no CLIP", self.spec.chunks)
         layers = getattr(text, "num_hidden_layers", None)
         if layers is not None and self.spec.layer < -1 - layers:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from diffusers import (
     DDIMScheduler,
     FluxPipeline,
