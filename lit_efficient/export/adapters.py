@@ -36,6 +36,7 @@ from lit_efficient.export.check import (
 from lit_efficient.export.diffusers_lora_check import updates_of
 from lit_efficient.export.gguf_model import TYPES, family_of, rounded, write_model
 from lit_efficient.export.gguf_tokenizer import ids_of, tokenizer_of_base, write_tokenizer
+from lit_efficient.export.learned_embeddings import new_words, write_embeddings
 from lit_efficient.export.padding import gives_rewards, grow_for_padding, pad_tokenizer, padding_for, set_padding
 from lit_efficient.export.trained import Trained, base_state, fold, merged_model, trained
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
@@ -43,6 +44,7 @@ from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.internals.hugging_face import bars_on_terminals, generation_json, stopping_at
+from lit_efficient.mechanisms.adapters.added_rows import without_added_rows
 from lit_efficient.mechanisms.adapters.diffusers_lora import places_of, write_diffusers_lora, write_several
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
@@ -78,7 +80,8 @@ def export_checkpoint(
         path: A Lightning checkpoint.
         output: A new or empty folder.
         format: ``peft``: the adapter for ``PeftModel.from_pretrained``; for a network of diffusers also for
-            ``pipeline.load_lora_weights(folder)``, and for a UNet in kohya's format. ``merged``: a folder for
+            ``pipeline.load_lora_weights(folder)``, and for a UNet in kohya's format; new words of ``text_training`` for
+            ``pipeline.load_textual_inversion``. ``merged``: a folder for
             ``AutoModelForCausalLM.from_pretrained`` (of images and text: ``AutoModelForImageTextToText``), with or
             without adapters in the checkpoint; checkpoints of ``LanguageModeling`` add their tokenizer or processor.
             ``gguf``: the merged model with its tokenizer as one file for llama.cpp. ``safetensors``:
@@ -313,6 +316,12 @@ def _peft(source: _Source, check: bool) -> _Export:
     vectors = vectors_to_peft({**checkpoint, "state_dict": state})
     where, arguments = _adapters(checkpoint)
     own = source.ours.get("peft")  # adapters that are peft's own layers
+    words = new_words(checkpoint)
+    if words is not None and where is None:
+        return _embeddings(state, held, words)
+    if words is not None:
+        embeddings = partial(write_embeddings, state=state, described=words)
+        state = without_added_rows(state)
     if vectors is None and where is None and own is None:
         raise ConfigurationError(
             "export: format peft is for checkpoints of LoRA, IA3, PrefixTuning and PeftAdapter, and "
@@ -346,6 +355,8 @@ def _peft(source: _Source, check: bool) -> _Export:
                 place = folder / name
                 place.mkdir(exist_ok=True)
             write_one(place, tensors, config | about)
+        if words is not None:
+            embeddings(folder)
         stop = _save_tokenizer(checkpoint, folder)
         if stop and pad is not None:
             pad_tokenizer(folder, pad)
@@ -359,6 +370,18 @@ def _peft(source: _Source, check: bool) -> _Export:
         return _compare_with_peft(folder, source, where, named)
 
     return _Export(held, write, compare, remark, about.get("base_model_name_or_path"))
+
+
+def _embeddings(state: Mapping[str, Tensor], held: str, words: Fields) -> _Export:
+    """Return the export of new words alone."""
+
+    def write(folder: Path) -> None:
+        write_embeddings(folder, state, words)
+
+    def compare(folder: Path) -> str:
+        return "not checked: load_textual_inversion needs the pipeline"
+
+    return _Export(held, write, compare)
 
 
 def _embedding_reference(run: Trained, reference: Reference) -> Reference:

@@ -171,7 +171,7 @@ def _encoders(parts: Parts, pipeline: str, count: int) -> dict[str, Any]:
 def _check_text(parts: Parts, pipeline: Any, encode: Callable[[str], TextEmbedding]) -> None:
     """Raise ConfigurationError if the pipeline's embeddings of a prompt differ from those of training."""
     for prompt in _PROMPTS:
-        ours = parts.text_encoder.encode([prompt])
+        ours = _first_chunk(parts.text_encoder.encode([prompt]), parts.text_encoder.spec.chunks)
         try:
             agrees = _agree(encode(prompt), ours)
         except ValueError:  # the encoder's first output is no sequence of tokens
@@ -184,6 +184,12 @@ def _check_text(parts: Parts, pipeline: Any, encode: Callable[[str], TextEmbeddi
                 f"export: {name} encodes the prompt {prompt!r} differently from training with {kinds} "
                 f"({parts.text_encoder.spec}): the pipeline {what}, and it chooses the encoder's layers by itself"
             )
+
+
+def _first_chunk(embedding: TextEmbedding, chunks: int) -> TextEmbedding:
+    """Return the embedding of the first chunk: pipelines encode one, and take longer ones as ``prompt_embeds``."""
+    length = embedding.hidden.shape[1] // chunks
+    return TextEmbedding(embedding.hidden[:, :length], embedding.mask[:, :length], embedding.pooled)
 
 
 def _agree(theirs: TextEmbedding, ours: TextEmbedding) -> bool:

@@ -25,10 +25,12 @@ from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.distributed.weight_slices import built_empty
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, refusal
 from lit_efficient.export.check import check_tensors, digests, refuse_own_layers
+from lit_efficient.export.learned_embeddings import new_words, write_embeddings
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import Checkpoint
 from lit_efficient.files.sums import write_sums
-from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora
+from lit_efficient.mechanisms.adapters.added_rows import without_added_rows
+from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora, write_several
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_folder import diffusers_class
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
@@ -39,6 +41,7 @@ from lit_efficient.surgery import WAITS, own_draws, unmixed
 if TYPE_CHECKING:
     from lit_efficient.export.diffusers_parts import Pipeline
     from lit_efficient.models.libraries.latent_codec import LatentCodec
+    from lit_efficient.models.libraries.text_encoder import TextEncoder
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
 Lora = Literal["merged", "diffusers"]
@@ -87,11 +90,13 @@ def export_pipeline(
     run = _restored(checkpoint, path, weights, None if base is None else read_checkpoint(Path(base))["state_dict"])
     if isinstance(run.module.network, ControlledUNet) and lora == "diffusers":
         raise refusal("export", "lora", "merged for a ControlNet, whose adapters no pipeline loads", lora)
+    words = new_words(checkpoint)
+    rows = run.module.state_dict() if words is not None else {}
     network = _network(run.module, keep_adapters=lora == "merged")
     expected = digests(network.state_dict()) if check else {}
     if isinstance(run.module.network, ControlledUNet):
         return _write_controlnet(Path(output), network, run, expected if check else None)
-    made = _pipeline(run.module, network)
+    made = _pipeline(run.module, network, keep_adapters=lora == "merged")
     if check and made.folded:
         expected |= digests({name: network.get_parameter(name) for name in made.folded})
     adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
@@ -103,7 +108,13 @@ def export_pipeline(
         made.pipeline.save_pretrained(folder)
         if adapters is not None:
             tensors, config = adapters
-            write_diffusers_lora(folder, tensors, config)
+            networks = checkpoint["lit_efficient"]["adapters"]["networks"]
+            if len(networks) > 1:
+                write_several(folder, tensors, config, networks)
+            else:
+                write_diffusers_lora(folder, tensors, config)
+        if words is not None and lora == "diffusers":
+            write_embeddings(folder, rows, words)
         (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
         write_sums(folder)
         finding = check_tensors(folder, "diffusers", expected, _place(made.pipeline)) if check else "not checked"
@@ -208,14 +219,14 @@ def _floats(module: nn.Module, keep_adapters: bool) -> dict[str, Tensor]:
     return without_adapters(module)
 
 
-def _pipeline(module: "LatentDiffusion", network: Any) -> "Pipeline":
+def _pipeline(module: "LatentDiffusion", network: Any, keep_adapters: bool) -> "Pipeline":
     from lit_efficient.export.diffusers_parts import Parts
     from lit_efficient.export.diffusers_pipelines import pipeline_for
 
     parts = Parts(
         network=network,
         vae=_autoencoder(module.codec),
-        text_encoder=module.text_encoder,
+        text_encoder=_text_encoder(module, keep_adapters),
         process=module.process,
         prediction=module.prediction,
         sampler=module.sampler if module.latent_size is None else module.sampler_at(module.latent_size),
@@ -224,6 +235,18 @@ def _pipeline(module: "LatentDiffusion", network: Any) -> "Pipeline":
         size=module.latent_size,
     )
     return pipeline_for(parts)
+
+
+def _text_encoder(module: "LatentDiffusion", keep_adapters: bool) -> "TextEncoder | None":
+    """Return the text encoders as they were trained, or without adapters and new words."""
+    live = module.live_text
+    if live is None or not keep_adapters:
+        return module.text_encoder
+    for part in live.trained.values():
+        network = part.network
+        network.config.vocab_size = network.get_input_embeddings().num_embeddings
+        network.requires_grad_(False)
+    return live
 
 
 def _autoencoder(codec: "LatentCodec | None") -> Any:
@@ -250,7 +273,9 @@ def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, An
         raise ConfigurationError(f"export: {type(pipeline).__name__} cannot load adapters: use lora=merged")
     network: Any = run.module.network
     arguments = {**recorded, "bias": "none", "modules_to_save": None}  # biases and saved modules are part of the base
-    tensors, config = to_peft(whole_state(run.module), run.checkpoint["lit_efficient"]["adapters"], arguments)
+    tensors, config = to_peft(
+        without_added_rows(whole_state(run.module)), run.checkpoint["lit_efficient"]["adapters"], arguments
+    )
     return tensors, config | {"auto_mapping": diffusers_class(network)}
 
 

@@ -147,13 +147,37 @@ class TextTraining:
             that belong to CLIP.
         until: Share of the run's steps after which the encoders stay as they are, in (0, 1]. Captions are encoded by
             the trained encoders without gradients from then on.
+        tokens: New words in captions (textual inversion), and for each the known words as which its embedding starts;
+            null starts at random. All other weights are frozen except adapters: with `LoRA` this is pivotal tuning.
+        vectors: Number of tokens that a new word stands for, each with an embedding: one number, or one for each word.
+        seed: Seed of random first embeddings.
     """
 
     encoders: list[str] | None = None
     until: float = 1.0
+    tokens: dict[str, str | None] | None = None
+    vectors: int | dict[str, int] = 1
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_number("LatentDiffusion", "text_training.until", self.until, above=0, most=1)
+        owner = "LatentDiffusion"
+        check_number(owner, "text_training.until", self.until, above=0, most=1)
+        if self.tokens is not None and not self.tokens:
+            raise refusal(owner, "text_training.tokens", "null or a mapping with at least one new word", self.tokens)
+        vectors = self.vectors
+        if isinstance(vectors, dict) and set(vectors) != set(self.tokens or ()):
+            raise refusal(owner, "text_training.vectors", "a number, or one for each new word of tokens", vectors)
+        for number in vectors.values() if isinstance(vectors, dict) else [vectors]:
+            check_number(owner, "text_training.vectors", number, least=1, whole=True)
+
+    @property
+    def words(self) -> dict[str, list[str]]:
+        """Return the tokens of each new word, named as by diffusers: the word, word_1, word_2, ..."""
+        found = {}
+        for word in self.tokens or ():
+            count = self.vectors[word] if isinstance(self.vectors, dict) else self.vectors
+            found[word] = [word, *(f"{word}_{number}" for number in range(1, count))]
+        return found
 
 
 class Prompts:

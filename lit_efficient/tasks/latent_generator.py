@@ -29,7 +29,9 @@ from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import shift_at
-from lit_efficient.mechanisms.adapters.base import has_frozen_base, leaves_base_out
+from lit_efficient.mechanisms.adapters.added_rows import ADDED_ROWS, AddedRows, add_words
+from lit_efficient.mechanisms.adapters.base import check as check_base
+from lit_efficient.mechanisms.adapters.base import freeze_base, has_frozen_base, leaves_base_out, trim
 from lit_efficient.mechanisms.adapters.merge import without_adapters
 from lit_efficient.models.libraries import backbones
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
@@ -262,6 +264,25 @@ class LatentGenerator(ChecksTypes, LightningModule):
             return
         self.live_text = LiveText.of(self.text_encoder, self.text_training.encoders)
         self.text_networks = self.live_text.networks
+        if self.text_training.tokens is not None:
+            who = "LatentDiffusion: text_training.tokens"
+            training = self.text_training
+            rows = add_words(self.live_text.trained, training.words, training.tokens, training.seed, who)
+            freeze_base(self, rows)
+            described = ", ".join(f"{word} ({len(tokens)})" for word, tokens in training.words.items())
+            rank_zero_info(f"LatentDiffusion: new words and their numbers of embeddings: {described}")
+
+    def _described_tokens(self) -> dict[str, Any] | None:
+        """Return the new words, and the name of their rows in each text encoder, as primitives for a checkpoint."""
+        if self.text_training is None or self.text_training.tokens is None or self.text_networks is None:
+            return None
+        rows = {}
+        for encoder, network in self.text_networks.items():
+            for name, part in network.named_modules():
+                if isinstance(part, AddedRows):
+                    rows[encoder] = f"text_networks.{encoder}.{name}.{ADDED_ROWS}"
+        assert self.live_text is not None
+        return {"words": self.text_training.words, "rows": rows, "encoders": len(self.live_text.parts)}
 
     def on_fit_start(self) -> None:
         if self.sampler.path_drop:
@@ -475,7 +496,11 @@ class LatentGenerator(ChecksTypes, LightningModule):
             "backbone": self._described,
             "origin": asdict(self.origin),
             "class_names": self.class_names,
+            "tokens": self._described_tokens(),
         }
+        if self.text_training is not None and self.text_training.tokens is not None:
+            checkpoint.setdefault("lit_efficient", {})
+            trim(self, checkpoint)
         held = checkpoint.get("state_dict", {})
         whole = self._described and all(f"network.{name}" in held for name, _ in self.network.named_parameters())  # type: ignore[union-attr]
         if whole and not leaves_base_out(self):  # techniques would remove the base from the checkpoint later
@@ -508,6 +533,8 @@ class LatentGenerator(ChecksTypes, LightningModule):
             )
         if self.network is not None:
             self._build_text()
+        if self.text_training is not None and self.text_training.tokens is not None:
+            check_base(self, checkpoint)
         own = checkpoint.get(_OWN_KEY)
         if own is not None:
             self._prompts.load(own["prompts"])

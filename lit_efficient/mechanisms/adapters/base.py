@@ -18,6 +18,7 @@ from lit_efficient.declaration import held
 from lit_efficient.errors import CheckpointError
 from lit_efficient.internals.torch_modules import BatchNorm, FollowsWeight
 from lit_efficient.internals.torch_shards import is_wrapper
+from lit_efficient.mechanisms.adapters.added_rows import ADDED_ROWS, added_rows_in
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared
 from lit_efficient.mechanisms.adapters.peft_layers import peft_names
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
@@ -32,7 +33,7 @@ _SAMPLES = 1024
 ADDED: tuple[str, ...] = (  # last components of the names of adapters' parameters
     *("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3"),
     *("prefix_keys", "prefix_values", "prefix_embedding", "prompt_embeddings"),
-    *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias", "trained_rows"),
+    *("prefix_up", "prefix_up_bias", "prefix_out", "prefix_out_bias", "trained_rows", ADDED_ROWS),
 )
 _STACKED = ("lora_A_", "lora_B_")  # prefixes of the adapters of stacked experts and of further adapters of a layer
 
@@ -58,7 +59,7 @@ class FollowsBase:
 
 
 def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_base: bool = False) -> None:
-    """Freeze all parameters except ``trainable``, and remove the frozen ones from checkpoints.
+    """Freeze all parameters except ``trainable`` and rows of new tokens; remove the frozen ones from checkpoints.
 
     Args:
         module: Root module, whose ``state_dict`` goes into checkpoints.
@@ -66,7 +67,7 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
         save_base: Keep the frozen parameters in checkpoints.
     """
     note_trained(module)
-    trainable = list(trainable)
+    trainable = [*trainable, *added_rows_in(module)]
     left = frozen_new_rows(module, trainable)
     if left:
         rank_zero_warn(f"the rows of {len(left)} new tokens, ids {left[0]} to {left[-1]}, stay at their initial values")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lit_efficient.application.checkpoints import forget_what_is_gone
 from lit_efficient.internals.heap import give_back
 from lit_efficient.internals.torch_modules import tensor_tables
+from lit_efficient.mechanisms.adapters.added_rows import AddedRows, fold_added_rows
 from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, fold_experts
 from lit_efficient.mechanisms.adapters.ia3 import IA3Scaled, fold_ia3
@@ -64,6 +65,8 @@ def merge_adapters(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn
             fold_experts(part)
         elif isinstance(part, TrainedRows):
             fold_rows(part)
+        elif isinstance(part, AddedRows):
+            fold_added_rows(part)
         elif isinstance(part, IA3Scaled):
             if is_quantized(part):
                 _dequantize_base(module, name, part)

@@ -1,14 +1,15 @@
 """Tokenizers of captions, which return ids of one fixed length; one of them needs no files and has a token per byte."""
 
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import refusal
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.sums import check_sums
 
 USUAL_LENGTH = 77  # of CLIP
@@ -50,6 +51,7 @@ class CaptionTokens:
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(length)
         self._warned = False
+        self._words: dict[str, str] = {}  # words that stand for several tokens, and these tokens
 
     @property
     def vocab_size(self) -> int:
@@ -70,6 +72,9 @@ class CaptionTokens:
         Chunks after the end of the caption are those of the empty caption.
         """
         before, after = self.around
+        if self._words:
+            words = sorted(map(re.escape, self._words), key=len, reverse=True)
+            caption = re.sub("|".join(words), lambda found: self._words[found[0]], caption)
         encoding = self._tokenizer.encode(before + caption + after)
         chunks = [encoding, *encoding.overflowing]
         if len(chunks) > count and not self._warned:
@@ -93,6 +98,36 @@ class CaptionTokens:
         seen = torch.ones(len(ids), dtype=torch.bool)
         sides = (0, missing) if self.side == "right" else (missing, 0)
         return torch.nn.functional.pad(row, sides, value=self.pad), torch.nn.functional.pad(seen, sides)
+
+    def ids_of(self, text: str) -> list[int]:
+        """Return the ids of a text without special tokens."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def id_of(self, token: str) -> int:
+        """Return the id of a token."""
+        return int(self._tokenizer.token_to_id(token))
+
+    def with_words(self, words: Mapping[str, Sequence[str]], who: str) -> "CaptionTokens":
+        """Return the same tokenizer with new tokens.
+
+        Args:
+            words: For each new word the tokens that it stands for in captions, the first of which is the word itself.
+            who: Argument, for messages.
+
+        Raises:
+            ConfigurationError: If the tokenizer has one of the tokens already.
+        """
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(self.json)
+        for token in (token for tokens in words.values() for token in tokens):
+            if tokenizer.token_to_id(token) is not None:
+                raise ConfigurationError(f"{who}: the tokenizer has {token!r} already: choose another word")
+            tokenizer.add_tokens([token])
+        grown = CaptionTokens(**(self.state() | {"json": tokenizer.to_str()}))
+        grown._words = {word: " ".join(tokens) for word, tokens in words.items() if len(tokens) > 1}
+        return grown
 
     def state(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
