@@ -34,7 +34,8 @@ MOST = 10
 # ImageSet: its crops, its captions' variants and its class images are blocks already.
 EXEMPT = {"ChatDataModule", "EncodedData", "ImageData", "LanguageData", "PhotoCrops", "PreferenceData", "PythonCorpus"}
 EXEMPT |= {"EmbeddingData", "LabelledTextData", "Preference", "Recipe", "UnpairedPreferenceData"}
-EXEMPT |= {"DiffusionPreference", "ImageSet", "LatentDiffusion", "LoRA", "MuonAdamW", "Rollout", "TextEncoderConfig"}
+EXEMPT |= {"DiffusionPreference", "ImageSet", "LatentData", "LatentDiffusion", "LoRA", "MuonAdamW", "Rollout"}
+EXEMPT |= {"TextEncoderConfig"}
 EXEMPT |= {
     "BackboneShape",
     "Card",

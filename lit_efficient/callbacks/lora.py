@@ -61,7 +61,6 @@ from lit_efficient.mechanisms.adapters.targets import (
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows
-from lit_efficient.optimizers.rates import multiply_rates
 from lit_efficient.surgery import call_layers, count, expert_stacks, inner_optimizer, local, match_modules, weights_wait
 from lit_efficient.traits import Trait
 
@@ -286,6 +285,8 @@ class LoRA(AdapterTechnique):
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
         """Split the groups by ``rates``. With LoRA+, multiply each step's change of the B matrices."""
         if self.rates:
+            from lit_efficient.optimizers.rates import multiply_rates  # only LoRA with rates of its own needs it
+
             multiply_rates(optimizer, schedulers_of(module), module, self.rates, who="LoRA: rates")
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LowRank | LowRankExperts)}
         report = self._report(module, tuple(adapted))

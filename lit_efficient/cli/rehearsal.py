@@ -76,6 +76,8 @@ def _rehearse_network(trainer: Trainer, module: LightningModule) -> None:
     precision = trainer.precision_plugin
     with precision.module_init_context():
         type(copied).configure_model(copied)
+    if getattr(copied, "awaits_data", False):  # techniques may name layers that are not there yet
+        return
     whole = True
     for technique in techniques:
         if not overrides(technique, "transform"):

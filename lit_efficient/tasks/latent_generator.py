@@ -29,9 +29,9 @@ from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import shift_at
-from lit_efficient.mechanisms.adapters.added_rows import ADDED_ROWS, AddedRows, add_words
+from lit_efficient.mechanisms.adapters.added_rows import AddedRows, add_words
+from lit_efficient.mechanisms.adapters.base import ADDED_ROWS, freeze_base, has_frozen_base, leaves_base_out, trim
 from lit_efficient.mechanisms.adapters.base import check as check_base
-from lit_efficient.mechanisms.adapters.base import freeze_base, has_frozen_base, leaves_base_out, trim
 from lit_efficient.mechanisms.adapters.merge import without_adapters
 from lit_efficient.models.libraries import backbones
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
@@ -258,15 +258,20 @@ class LatentGenerator(ChecksTypes, LightningModule):
                 "half, a variance, is neither trained nor used"
             )
 
+    @property
+    def awaits_data(self) -> bool:
+        """Whether further networks are built when the data is known."""
+        return self.text_training is not None and self.text_networks is None
+
     def _build_text(self) -> None:
         """Build the text encoders that train, as soon as the frozen encoder is known."""
         if self.text_training is None or self.text_encoder is None or self.live_text is not None:
             return
         self.live_text = LiveText.of(self.text_encoder, self.text_training.encoders)
         self.text_networks = self.live_text.networks
-        if self.text_training.tokens is not None:
+        training = self.text_training
+        if training.tokens is not None:
             who = "LatentDiffusion: text_training.tokens"
-            training = self.text_training
             rows = add_words(self.live_text.trained, training.words, training.tokens, training.seed, who)
             freeze_base(self, rows)
             described = ", ".join(f"{word} ({len(tokens)})" for word, tokens in training.words.items())
@@ -464,6 +469,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         """
         self.check_before_training()
         trained = self.network
+        live_text = self.live_text
         with own_draws(0):
             if _is_pretrained(self.origin):
                 before = backbones.build_backbone(self.origin)
@@ -474,10 +480,12 @@ class LatentGenerator(ChecksTypes, LightningModule):
                 own = {name[len(prefix) :]: tensor for name, tensor in whole.items() if name.startswith(prefix)}
                 before.load_state_dict(own)
         self.network = before.to(self.device).eval()
+        self.live_text = None  # captions are encoded by the frozen encoder
         try:
             yield
         finally:
             self.network = trained
+            self.live_text = live_text
 
     def check_sample_images(self) -> None:
         """Raise ConfigurationError, before the first step, if there is no autoencoder to decode samples."""

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_modules import FollowsWeight, StaysFloat32
+from lit_efficient.mechanisms.adapters.base import ADDED_ROWS
 from lit_efficient.mechanisms.adapters.low_rank import LowRank
 from lit_efficient.mechanisms.adapters.trained_rows import TrainedRows
 from lit_efficient.surgery import home_of, mix_in, mix_out
-
-ADDED_ROWS = "added_rows"
 
 
 class AddedRows(FollowsWeight, StaysFloat32):
@@ -124,11 +123,6 @@ def add_words(
             first += [found[number % len(found)] for number in range(len(tokens))]
         rows.append(add_rows(part.network.get_input_embeddings(), ids, first, seed, f"{who} ({name})"))
     return rows
-
-
-def added_rows_in(module: nn.Module) -> list[nn.Parameter]:
-    """Return the rows of new tokens in a module."""
-    return [part.added_rows for part in module.modules() if isinstance(part, AddedRows)]
 
 
 def without_added_rows(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from lit_efficient.declaration import held
 from lit_efficient.errors import CheckpointError
 from lit_efficient.internals.torch_modules import BatchNorm, FollowsWeight
 from lit_efficient.internals.torch_shards import is_wrapper
-from lit_efficient.mechanisms.adapters.added_rows import ADDED_ROWS, added_rows_in
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, refresh_squared
 from lit_efficient.mechanisms.adapters.peft_layers import peft_names
 from lit_efficient.mechanisms.adapters.quantized import is_quantized
@@ -30,6 +29,7 @@ _MARK = "_lit_efficient_base"
 # Attribute of a network: a function that initialises its adapters again after other weights have been loaded.
 FOLLOWS = "_lit_efficient_follows"
 _SAMPLES = 1024
+ADDED_ROWS = "added_rows"  # rows of new tokens, which train with and without adapters
 ADDED: tuple[str, ...] = (  # last components of the names of adapters' parameters
     *("lora_A", "lora_B", "lora_A0", "lora_B0", "lora_magnitude", "ia3"),
     *("prefix_keys", "prefix_values", "prefix_embedding", "prompt_embeddings"),
@@ -67,7 +67,8 @@ def freeze_base(module: nn.Module, trainable: Iterable[nn.Parameter], *, save_ba
         save_base: Keep the frozen parameters in checkpoints.
     """
     note_trained(module)
-    trainable = [*trainable, *added_rows_in(module)]
+    trainable = list(trainable)
+    trainable += [p for name, p in module.named_parameters() if name.rpartition(".")[2] == ADDED_ROWS]
     left = frozen_new_rows(module, trainable)
     if left:
         rank_zero_warn(f"the rows of {len(left)} new tokens, ids {left[0]} to {left[-1]}, stay at their initial values")

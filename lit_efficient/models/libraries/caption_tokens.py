@@ -106,7 +106,9 @@ class CaptionTokens:
 
     def id_of(self, token: str) -> int:
         """Return the id of a token."""
-        return int(self._tokenizer.token_to_id(token))
+        found: int | None = self._tokenizer.token_to_id(token)
+        assert found is not None, token
+        return found
 
     def with_words(self, words: Mapping[str, Sequence[str]], who: str) -> "CaptionTokens":
         """Return the same tokenizer with new tokens.
