@@ -18,6 +18,7 @@ from torch import nn
 
 from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import check_number
+from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 from lit_efficient.mechanisms.blocks.offloading import Offload
 from lit_efficient.mechanisms.blocks.side_copies import check_separate_memory
@@ -71,7 +72,9 @@ class ActivationOffload(Technique):
         self._reported = False
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
-        check_separate_memory(trainer.strategy.root_device, "ActivationOffload", "ActivationCheckpointing")
+        device = trainer.strategy.root_device
+        if kind_of(device) == device.type:  # not a plan for a GPU
+            check_separate_memory(device, "ActivationOffload", "ActivationCheckpointing")
 
     def transform(self, module: nn.Module) -> Report:
         found = find_blocks(module, self.blocks, who="ActivationOffload", declared=False)

@@ -19,6 +19,7 @@ from lit_efficient.evidence.memory_kinds import StepMeter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and of techniques, on fits as small as these
 VOCABULARY = 256
+LENGTH, DIM, HEADS, HIDDEN, BATCH = 256, 64, 4, 96, 2  # of the GPT that is planned for CUDA
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
@@ -123,23 +124,35 @@ def test_a_plan_changes_nothing() -> None:
         le.plan(LiveFit(trainer, module, data), device="abacus")
 
 
+def planned_for_cuda(depth: int, *callbacks: L.Callback) -> le.Plan:
+    """Return the plan of a GPT on packed rows."""
+    config = le.GPTConfig(4096, DIM, depth, HEADS, num_kv_heads=2, hidden_dim=HIDDEN, max_length=LENGTH)
+    tokens = torch.zeros(LENGTH, dtype=torch.long)
+    row = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(LENGTH) % 64}
+    how: dict[str, Any] = {"max_steps": 2, "accelerator": "cpu", "limit_val_batches": 0, "precision": "bf16-true"}
+    trainer = L.Trainer(**how, **QUIET, callbacks=[*callbacks])
+    return le.plan(LiveFit(trainer, le.LanguageModeling(config), DataLoader([row] * 4, BATCH)), device="cuda")
+
+
+def test_a_plan_for_cuda_has_offloaded_tensors_of_two_blocks() -> None:
+    plain = [planned_for_cuda(depth).kinds["activations"] for depth in (5, 6)]
+    block = plain[1] - plain[0]
+    offloaded = [planned_for_cuda(depth, le.ActivationOffload(min_bytes=1)).kinds["activations"] for depth in (5, 6)]
+    assert offloaded[1] - offloaded[0] < 0.05 * block
+    assert plain[0] - offloaded[0] > 2.5 * block
+    with pytest.raises(ConfigurationError, match="nothing can be saved"):  # and on a CPU there is none to leave
+        le.plan(LiveFit(*fits(llama(), [le.ActivationOffload()])))
+
+
 def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
     """The bytes of an additional block: outputs of products, rotations and gates, inputs of norms."""
-    length, dim, heads, hidden, batch = 256, 64, 4, 96, 2
-
-    def planned(depth: int) -> le.Plan:
-        config = le.GPTConfig(4096, dim, depth, heads, num_kv_heads=2, hidden_dim=hidden, max_length=length)
-        tokens = torch.zeros(length, dtype=torch.long)
-        row = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(length) % 64}
-        trainer = L.Trainer(max_steps=2, accelerator="cpu", limit_val_batches=0, precision="bf16-true", **QUIET)
-        return le.plan(LiveFit(trainer, le.LanguageModeling(config), DataLoader([row] * 4, batch)), device="cuda")
-
-    rows = batch * length
-    norms = 2 * rows * (2 * 2 * dim + 4)  # input, output, 1/rms
-    attention = rows * (3 * 2 * dim + 2 * 2 * dim // 2 + 4 * heads)  # q, its result and that by token; k, v; sums
-    attention += 2 * 2 * rows * dim // heads  # tables of the rotation, for q and for k; no mask
-    gates = 4 * 2 * rows * hidden
-    assert planned(2).kinds["activations"] - planned(1).kinds["activations"] == norms + attention + gates
+    rows = BATCH * LENGTH
+    norms = 2 * rows * (2 * 2 * DIM + 4)  # input, output, 1/rms
+    attention = rows * (3 * 2 * DIM + 2 * 2 * DIM // 2 + 4 * HEADS)  # q, its result and that by token; k, v; sums
+    attention += 2 * 2 * rows * DIM // HEADS  # tables of the rotation, for q and for k; no mask
+    gates = 4 * 2 * rows * HIDDEN
+    one, two = (planned_for_cuda(depth).kinds["activations"] for depth in (1, 2))
+    assert two - one == norms + attention + gates
 
 
 def test_flops_are_counted() -> None:

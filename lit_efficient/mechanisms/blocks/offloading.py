@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass, saving_hooks, storage_id
+from lit_efficient.internals.torch_fake import FakeTensor
 from lit_efficient.internals.torch_tensors import version as version_of
 from lit_efficient.internals.torch_tensors import viewed
 from lit_efficient.mechanisms.blocks.side_copies import Place, SideCopies, place_of, whole
@@ -222,7 +223,11 @@ class _Hooks(saved_tensors_hooks):
 
     def _offloads(self, tensor: Tensor) -> bool:
         """Return whether a saved tensor is offloaded."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or isinstance(viewed(tensor), nn.Parameter):
+        if (
+            type(tensor) not in (Tensor, FakeTensor)
+            or tensor.layout is not torch.strided
+            or isinstance(viewed(tensor), nn.Parameter)
+        ):
             return False
         if tensor.device.type == "meta" or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return False

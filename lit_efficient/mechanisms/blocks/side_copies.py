@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.torch_as_cuda import kind_of
+from lit_efficient.internals.torch_fake import FakeTensor
 
 
 def check_separate_memory(device: torch.device, who: str, instead: str) -> None:
@@ -67,6 +69,8 @@ class SideCopies:
 
     def host(self, size: int) -> Tensor:
         """Allocate ``size`` bytes of CPU memory, pinned where the device has streams."""
+        if kind_of(self.device) != self.device.type:  # a plan without a GPU, which counts the memory of its stand-in
+            return torch.empty(size, dtype=torch.uint8, device="meta")
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)
 
 
@@ -80,6 +84,8 @@ class Place(NamedTuple):
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor at this place in ``memory``."""
+        if isinstance(memory, FakeTensor):
+            return memory.view(self.dtype).as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), self.offset // self.dtype.itemsize, self.shape, self.stride)
 
@@ -93,4 +99,7 @@ def place_of(tensor: Tensor, offset: int | None = None) -> Place:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole storage of a tensor as a tensor of bytes."""
+    if isinstance(tensor, FakeTensor):
+        numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor.as_strided((numbers,), (1,), 0).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
