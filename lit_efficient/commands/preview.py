@@ -1,8 +1,9 @@
-"""``python -m lit_efficient preview --config X``: show a batch of tokens before training.
+"""``python -m lit_efficient preview --config X``: show a batch of tokens or images before training.
 
 Builds only the data of a config, without model and trainer. Shows which tokens contribute to the loss ("trained"),
 which are masked or padding, where packed documents begin, what was truncated, and whether the end of a turn is trained.
-The ids are shown as well, because a control token and a text that spells it look the same.
+The ids are shown as well, because a control token and a text that spells it look the same. Batches of images are the
+subject of :mod:`lit_efficient.commands.preview_images`.
 """
 
 import argparse
@@ -10,12 +11,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_efficient.errors import ConfigurationError, check_number
+from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.evidence.verifying.token_batches import Kinds, kinds_of
 
 TRAINED, MASKED, PADDED = "trained", "masked", "padded"
@@ -240,29 +242,41 @@ def run(argv: Sequence[str]) -> int:
     """Run ``preview``."""
     parser = argparse.ArgumentParser(
         "lit_efficient preview",
-        description="Show a batch of tokens. The options of fit are accepted, too: -c CONFIG, --data.batch_size 2, ...",
+        description="Show a batch of tokens or images. The options of fit are accepted, too: -c CONFIG, --data.X, ...",
         allow_abbrev=False,
     )
     parser.add_argument("--split", choices=("train", "val"), default="train")
     parser.add_argument("--tokens", type=int, default=400, help="tokens to show per row (default: 400)")
     parser.add_argument("--rows", type=int, default=2, help="rows to show (default: 2)")
+    parser.add_argument("--output", type=Path, default=None, help="picture of a batch of images (default: preview.png)")
     options, rest = parser.parse_known_args(argv)
     check_number("preview", "--tokens", options.tokens, least=1, whole=True)
     check_number("preview", "--rows", options.rows, least=1, whole=True)
     from lit_efficient.cli import explained
+    from lit_efficient.commands.preview_images import PICTURE, draw_batch, image_lines, images_of, tokenizers_of
 
     with explained(rest):
-        data = build_data(rest)
+        built = build_data(rest)
+        data = images_of(built)
         data.prepare_data()
         data.setup("fit")
     if options.split == "train":
         loader = data.train_dataloader()
     else:
         loader = data.val_dataloader()
-    batch = next(iter(loader))
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise refusal("preview", "--split", "train, because this data holds nothing out", options.split)
+    if isinstance(batch, dict) and {"images", "index", "variant"} <= batch.keys():
+        for line in image_lines(batch, data, tokenizers_of(built), options.rows):
+            print(line)
+        picture = options.output or Path(PICTURE)
+        draw_batch(batch, picture, options.rows)
+        print(f"Wrote {picture}")
+        return 0
     if not isinstance(batch, dict) or "input_ids" not in batch or not {"labels", "shift_labels"} & batch.keys():
         raise ConfigurationError(
-            f"preview: the batch needs input_ids and labels or shift_labels; {type(data).__name__} gives "
+            f"preview: the batch needs images, or input_ids and labels or shift_labels; {type(data).__name__} gives "
             f"{list(batch) if isinstance(batch, dict) else type(batch).__name__}."
         )
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

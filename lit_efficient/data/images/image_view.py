@@ -87,7 +87,7 @@ class ImageView:
             seed: Seed of random crops.
         """
         image = cover(decode(content, self.channels), *shape, self._place(key, seed), self.resample)
-        return to_tensor(image, flip=self._flips(key))
+        return to_tensor(image, flip=self.mirrors(key[1]))
 
     def look_mask(self, content: bytes, shape: Shape, key: Key, seed: int, alpha: bool = False) -> Tensor:
         """Return a mask [1, height, width] in [0, 1], with the crop and the flip of :meth:`look`.
@@ -96,7 +96,7 @@ class ImageView:
         """
         mask = decode_alpha(content) if alpha else decode(content, "grey")
         # The kernel of the images would overshoot at the edges of the mask.
-        return (to_tensor(cover(mask, *shape, self._place(key, seed), "box"), flip=self._flips(key)) + 1.0) / 2.0
+        return (to_tensor(cover(mask, *shape, self._place(key, seed), "box"), flip=self.mirrors(key[1])) + 1.0) / 2.0
 
     def sizes(self, size: Shape, shape: Shape, key: Key, seed: int) -> Tensor:
         """Return the size conditioning of SDXL: original size, top and left of the crop, size of the crop, [6] int64.
@@ -105,7 +105,7 @@ class ImageView:
         """
         top, left, height, width = covering(size, shape, self._place(key, seed))
         # The conditioning describes the image as the network sees it.
-        if self._flips(key):
+        if self.mirrors(key[1]):
             left = size[1] - width - left
         scale = shape[0] / height
         return torch.tensor([*size, round(top * scale), round(left * scale), *shape])
@@ -115,8 +115,9 @@ class ImageView:
             return crop_place(seed, *key)
         return (0.5, 0.5)
 
-    def _flips(self, key: Key) -> bool:
-        return self.horizontal_flip and key[1] % 2 == 1
+    def mirrors(self, variant: int) -> bool:
+        """Return whether a variant is mirrored."""
+        return self.horizontal_flip and variant % 2 == 1
 
     def identity(self, seed: int) -> dict[str, str]:
         """Return all that the pixels depend on but the content, by name."""

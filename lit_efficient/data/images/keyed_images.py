@@ -89,6 +89,14 @@ class KeyedImageFiles:
             item["condition"] = _looked(view.look, place, condition, shape, seen, self.seed)
         return item
 
+    def source_of(self, key: Key) -> tuple[str, bool]:
+        """Return the path or row of the image of a key, and whether it is mirrored."""
+        index, variant = key
+        number = self._set_of(index)
+        found, view = self.sets[number], self.views[number]
+        row = index - (int(self._ends[number]) - len(found))
+        return found.images.place(row), view.mirrors(variant % self.pixel_variants % view.variants)
+
     def caption(self, index: int, number: int) -> str:
         """Return a variant of the captions of an image."""
         assert self.captions is not None

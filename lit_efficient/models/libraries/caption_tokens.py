@@ -131,6 +131,10 @@ class CaptionTokens:
         grown._words = {word: " ".join(tokens) for word, tokens in words.items() if len(tokens) > 1}
         return grown
 
+    def piece(self, token: int) -> str:
+        """Return the text of a token as the tokenizer stores it."""
+        return str(self._tokenizer.id_to_token(token))
+
     def state(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
         return {name: getattr(self, name) for name in ("json", "pad", "end", "length", "side", "around")}
