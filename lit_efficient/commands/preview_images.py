@@ -26,15 +26,15 @@ def images_of(data: Any) -> Any:
     return data.images
 
 
-def tokenizers_of(data: Any) -> list[Any]:
-    """Return the tokenizers of the text encoders; none for captions as text."""
+def tokenizers_of(data: Any) -> list[tuple[Any, int]]:
+    """Return the tokenizer of each text encoder, and its number of chunks; none for captions as text."""
     if not isinstance(data, LatentData):
         return []
     encoder = data.encoders().text
-    return [] if encoder is None else [part.tokens for part in encoder.parts]
+    return [] if encoder is None else [(part.tokens, part.spec.chunks) for part in encoder.parts]
 
 
-def image_lines(batch: dict[str, Any], images: Any, tokenizers: list[Any], rows: int) -> Iterator[str]:
+def image_lines(batch: dict[str, Any], images: Any, tokenizers: list[tuple[Any, int]], rows: int) -> Iterator[str]:
     """Yield lines on the first ``rows`` rows of a batch."""
     for row in range(min(rows, len(batch["images"]))):
         key = (int(batch["index"][row]), int(batch["variant"][row]))
@@ -57,8 +57,9 @@ def image_lines(batch: dict[str, Any], images: Any, tokenizers: list[Any], rows:
             yield f"label      {label} {images.class_names[label] if images.class_names else ''}".rstrip()
         if "captions" in batch:
             yield f"caption    {batch['captions'][row]!r}"
-            for tokens in tokenizers:
-                yield f"tokens     {_tokens(tokens, batch['captions'][row])}"
+            for tokens, chunks in tokenizers:
+                for ids, seen in tokens.encode_chunks(batch["captions"][row], chunks):
+                    yield f"tokens     {_pieces(tokens, ids[seen].tolist())}"
 
 
 def _crop(batch: dict[str, Any], row: int) -> str:
@@ -70,12 +71,8 @@ def _crop(batch: dict[str, Any], row: int) -> str:
     return f"{text} from {top} down and {left} right, of an image of {whole_height} x {whole_width} before its resizing"
 
 
-def _tokens(tokens: Any, caption: str) -> str:
-    """Return the pieces of a caption, without the padding."""
-    ids, seen = tokens.encode(caption)
-    kept = ids[seen].tolist()
-    pieces = " ".join(tokens.piece(i) for i in kept)
-    return f"{pieces}   ({len(kept)} of {tokens.length})"
+def _pieces(tokens: Any, ids: list[int]) -> str:
+    return f"{' '.join(map(tokens.piece, ids))}   ({len(ids)} of {tokens.length})"
 
 
 def draw_batch(batch: dict[str, Any], path: Path, rows: int) -> None:

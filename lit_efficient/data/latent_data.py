@@ -66,6 +66,8 @@ class LatentData(KeyedModule):
         statistics: Mean and standard deviation of each channel that normalise the latents: ``measured`` on the training
             part (with a cache on all images, without on 256), or ``declared`` by the configuration of the autoencoder.
             null takes those of the pipeline from which the trained network comes, and measures them for other networks.
+        condition: What a cache stores of conditions of ``ImageData``: ``pixels``, as ControlNet takes them, or
+            ``latents``, the means of their posteriors, as editing models take them.
         cached: Train on a cache. false encodes in each step.
         cached_text: Store the embeddings of captions in the cache. false stores the captions alone, which the task
             encodes in each step, as ``text_training`` requires.
@@ -87,6 +89,7 @@ class LatentData(KeyedModule):
         format: Format = "posterior",
         dtype: StoredDtype = "float32",
         statistics: Literal["measured", "declared"] | None = None,
+        condition: Literal["pixels", "latents"] = "pixels",
         cached: bool = True,
         build: bool = False,
         cached_text: bool = True,
@@ -105,6 +108,7 @@ class LatentData(KeyedModule):
         self.format: Format = format
         self.dtype: StoredDtype = dtype
         self.statistics = statistics
+        self.condition: Literal["pixels", "latents"] = condition
         self.cached = cached
         self.build = build
         self.backbone: DiffusersModelConfig | None = None  # the trained network, for commands without a trainer
@@ -253,6 +257,8 @@ class LatentData(KeyedModule):
                 "dtype": "uint8" if self.format == "int8" else self.dtype,
                 "split": digest_of(parts),
             }
+            if self.condition == "latents":
+                self._identity["condition"] = self.condition
             if self.features is not None and encoders.teacher is not None:
                 self._identity |= self.features.identity(encoders.teacher)
             for name, value in ({"variants": str(self.images.variants)} | self.images.identity()).items():
@@ -273,7 +279,7 @@ class LatentData(KeyedModule):
             autoencoder = find_autoencoder(self.autoencoder)
             channels = autoencoder.latent_channels
             codec = LatentCodec(autoencoder, torch.zeros(channels), torch.ones(channels))
-            encoders = Encoders(codec, format=self.format, dtype=self.dtype)
+            encoders = Encoders(codec, format=self.format, dtype=self.dtype, condition=self.condition)
             if self.text_encoder_config is not None:
                 self.text_encoder = TextEncoder.find(self.text_encoder_config)
                 if self.cached_text:

@@ -13,6 +13,7 @@ from lit_efficient import (
     AutoencoderConfig,
     CaptionRules,
     DiTConfig,
+    ImageCondition,
     ImageData,
     ImageSet,
     ImageView,
@@ -24,6 +25,7 @@ from lit_efficient import (
 )
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.tasks.autoencoding import Autoencoding
+from lit_efficient.tasks.image_inputs import image_input
 from lit_efficient.tasks.latent_source import with_posterior
 from tests import support
 from tests.data.images.image_kit import number_of, write, write_metadata
@@ -265,6 +267,66 @@ def test_a_cache_holds_masks_conditions_and_the_variants_of_captions(tmp_path):
             assert torch.equal(cached["text_mask"], mask)
     assert "" in captions
     assert len(captions) > 10
+
+
+def test_a_cache_holds_conditions_as_latents_for_editing_models(tmp_path):
+    painted(tmp_path)
+    named = ImageSet(str(tmp_path / "images"), condition=str(tmp_path / "conditions"))
+    images = ImageData([named], view=ImageView(16), batch_size=6, val_fraction=0)
+    images.prepare_data()
+    images.setup("fit")
+    autoencoder = AutoencoderConfig(image_channels=3, latent_channels=2, width=8)
+    data = LatentData(images, autoencoder, folder=str(tmp_path / "cache"), condition="latents")
+    data.write_cache(batch_size=6)
+    data.prepare_data()
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert "condition" not in batch
+    pixels = torch.stack([images.dataset[index, 0]["condition"] for index in batch["index"].tolist()])
+    spec = ImageCondition("sequence")
+    wanted, _ = image_input({"condition": pixels}, spec, data.codec, torch.device("cpu"))
+    found, _ = image_input(batch, spec, data.codec, torch.device("cpu"))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    other = LatentData(images, autoencoder, folder=str(tmp_path / "cache"))
+    with pytest.raises(ConfigurationError, match="  condition: the cache has 'latents'"):
+        other.prepare_data()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_four_photographs_train_without_validation(tmp_path, cached):
+    write(tmp_path / "images", [f"{n}.png" for n in range(4)])
+    images = ImageData(str(tmp_path / "images"), view=ImageView(16), batch_size=2, val_fraction=0)
+    autoencoder = AutoencoderConfig(image_channels=3, latent_channels=2, width=8)
+    data = LatentData(images, autoencoder, folder=str(tmp_path / "cache"), cached=cached, build=cached)
+    backbone = DiTConfig(channels=2, size=4, patch_size=2, width=16, depth=1, heads=2, num_classes=0)
+    module = LatentDiffusion(backbone, samples=Samples(0), guidance_scale=1.0)
+    run = support.trainer(default_root_dir=tmp_path, max_epochs=2, max_steps=-1, num_sanity_val_steps=2)
+    run.fit(module, data)
+    assert run.global_step == 4
+
+
+def test_every_variant_of_captions_resumes_exactly(tmp_path):
+    """Workers, and a loader that begins in the middle of an epoch, give what an uninterrupted one gives."""
+    files_of_all_roles(tmp_path)
+    data = of_all_roles(tmp_path).images
+    whole = data.train_dataloader()
+    whole.sampler.set_epoch(3)
+    expected = list(whole)
+    data.num_workers = 1
+    resumed = data.train_dataloader()
+    resumed.sampler.set_epoch(3)
+    resumed.sampler.first = 2
+    rest = list(resumed)
+    assert len(rest) == len(expected) - 2
+    for found, wanted in zip(rest, expected[2:]):
+        assert found["captions"] == wanted["captions"]
+        for name in ("images", "mask", "condition", "loss_weight", "variant"):
+            assert torch.equal(found[name], wanted[name])
+    # Two processes see together what one with twice the batch sees.
+    keys = [list(KeyedBatchSampler(data.train_index, 5, None, 8, num_replicas=2, rank=rank)) for rank in range(2)]
+    alone = list(KeyedBatchSampler(data.train_index, 10, None, 8))
+    for first, second, both in zip(*keys, alone):
+        assert set(first + second) == set(both)
 
 
 STALE = {

@@ -94,7 +94,7 @@ def normalize_item(item: Mapping[str, Any], mean: Tensor, std: Tensor) -> dict[s
     shift = _per_channel(mean)
     scale = _per_channel(std)
     changed = dict(item)
-    for name in ("mean", "latents"):
+    for name in ("mean", "latents", "condition_latents"):
         if name in item:
             changed[name] = (item[name] - shift) / scale
     if "logvar" in item:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class Encoders:
     format: Format = "posterior"  # as in `encode_rows`
     dtype: StoredDtype = "float32"  # as in `encode_rows`
     feature_dtype: StoredDtype = "float16"  # number format of the features
+    condition: Literal["pixels", "latents"] = "pixels"  # what is stored of conditions
 
     def encode(self, batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Return a batch without its images, but with ``mean``, ``logvar`` and ``features`` on the CPU."""
@@ -85,8 +86,11 @@ class Encoders:
         rows = {name: value for name, value in batch.items() if name not in ("images", "mask", "condition")}
         if "mask" in batch:
             rows["mask"] = self.codec.shrink_mask(batch["mask"])
-        if "condition" in batch:
+        if "condition" in batch and self.condition == "pixels":
             rows["condition"] = encode_pixels(batch["condition"])
+        elif "condition" in batch:
+            latents = self.codec.moments(batch["condition"].to(device))[0].cpu()
+            rows["condition_latents"] = latents.to(getattr(torch, self.dtype))
         rows["mean"] = mean.cpu()
         if logvar is not None:
             rows["logvar"] = logvar.cpu()
@@ -348,7 +352,7 @@ class _Build:
         """Write the rows of the encoded batches of a shard."""
         rows = {name: _joined([part[name] for part in parts]) for name in parts[0]}
         keys = self._keys(number)
-        for name in ("mean", "logvar", "features"):
+        for name in ("mean", "logvar", "features", "condition_latents"):
             if name not in rows:
                 continue
             finite = rows[name].flatten(1).isfinite().all(1)
@@ -362,7 +366,7 @@ class _Build:
         labels = rows.get("labels", torch.full((len(keys),), -1))
         tensors = encode_rows(rows["mean"], rows.get("logvar"), self.encoders.format, self.encoders.dtype)
         tensors["keys"] = torch.cat([keys, labels[:, None]], dim=1)
-        for name in ("features", "sizes", "mask", "condition"):
+        for name in ("features", "sizes", "mask", "condition", "condition_latents"):
             if name in rows:
                 tensors[name] = rows[name]
         if "captions" in rows:
