@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.hugging_face import forget_positions, image_token_ids
+from lit_efficient.internals.torch_linear import linear_by_onednn
 from lit_efficient.models.generation.cached_rows import CachedRows, Prompts
 from lit_efficient.models.generation.pictured import continue_pictured
 from lit_efficient.models.generation.sampling import UNIT, Sampling, drawn, penalized, remaining
@@ -147,7 +148,7 @@ def generate(
     writer = _Writer(network, device, sampling, stop, written, rows or len(prompts))
     forget_positions(network)
     texts = [row for row in samples if row.number not in pictured]
-    with evaluating(network):
+    with evaluating(network), linear_by_onednn():
         for number, inputs in pictured.items():
             writer.read_pictured(samples[number], inputs)
         if texts and _is_cached(network, max(row.start + row.most for row in texts), device):
