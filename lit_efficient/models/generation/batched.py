@@ -355,9 +355,9 @@ def _continues_padded(network: nn.Module, tokens: Tensor, length: int) -> bool:
     short = short[:7]
     try:
         rows = CachedRows(network, arguments_of(network), filler=50.0)
-        found = rows.read_prompts([short[:3], short[:3], long[: length - 4]], tokens.device)
-        rows.change([], [(found, 2, 1), (found, 0, 1)], 4)
-        parts = [found.logits[[2, 0]]]
+        found = rows.read_prompts([short[:3], long[: length - 4]], tokens.device)
+        rows.change([], [(found, 1, 1), (found, 0, 1)], 4)
+        parts = [found.logits[[1, 0]]]
         for i in range(4):
             last = torch.tensor([long[length - 4 + i], short[3 + i]], device=tokens.device)
             parts.append(rows.read(last))
@@ -453,10 +453,19 @@ class _Reader:
 def _numbers(network: nn.Module) -> list[int]:
     """Return the whole numbers in a network's configuration and modules, in ascending order.
 
-    Lengths of windows and chunks are among them, whatever their names.
+    Lengths of windows and chunks are among them, whatever their names. Attributes that number the layers are left out:
+    their values are 0, 1, 2, ...
     """
     config: Any = network.config
-    pending: list[Any] = [config.to_dict(), *(vars(part) for part in network.modules())]
+    attributes: dict[str, list[Any]] = {}
+    for part in network.modules():
+        for name, value in vars(part).items():
+            attributes.setdefault(name, []).append(value)
+    pending: list[Any] = [config.to_dict()]
+    for values in attributes.values():
+        numbers = {value for value in values if type(value) is int}
+        if numbers != set(range(len(numbers))):
+            pending += values
     found = set()
     while pending:
         value = pending.pop()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.generation import batched
@@ -208,6 +208,29 @@ def test_networks_with_other_states_than_keys_and_values_are_read_without_paddin
     kinds = ("llama", "gpt", "opt", "mamba", "qwen3_5_text", "rwkv")
     found = [batched._is_cached(network_of(kind).eval(), 20, torch.device("cpu")) for kind in kinds]
     assert found == [True, True, True, False, False, False]
+
+
+def test_the_trial_of_a_network_does_not_grow_with_its_layers() -> None:
+    """Numbers of layers are no lengths of windows."""
+    calls = []
+    for depth in (1, 30):
+        config = LlamaConfig(
+            vocab_size=101,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=depth,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+        network = LlamaForCausalLM(config).eval()
+        counted: list[object] = []
+        output_head(network).module.register_forward_hook(lambda *_, counted=counted: counted.append(None))
+        for _ in range(2):
+            calls.append(len(counted))
+            _samples(network, [list(range(5, 20))] * 2, 20)
+        calls[-1] -= len(counted) - calls[-1]  # the second time without a trial
+    of_one, of_thirty = calls[1::2]
+    assert of_thirty <= 1.5 * of_one
 
 
 def test_a_network_that_hides_nothing_before_a_row_is_read_without_padding() -> None:
