@@ -1,18 +1,18 @@
-"""Time of generation beside ``generate`` of transformers, in one process: ``python -m benchmarks.generation MODEL``.
+"""CPU time of generation beside ``generate`` of transformers: ``python -m benchmarks.generation MODEL``.
 
-MODEL is a folder. Rounds alternate, and each line is the median of the ratios of neighbours, with their range. Both
-write all ``NEW`` tokens, drawn at temperature 1.
+MODEL is a folder. Both run in one process. Rounds alternate, and each line is the median of the ratios of neighbours,
+with their range. Both write all ``NEW`` tokens, drawn at temperature 1.
 """
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.clock import now, use_one_thread
 from lit_efficient.models.generation.batched import generate
 from lit_efficient.models.generation.sampling import Sampling
 
@@ -21,22 +21,23 @@ NEW = 64
 
 
 def ratio(ours: Callable[[], object], theirs: Callable[[], object]) -> str:
-    """Return the time of ``ours`` divided by that of ``theirs``."""
+    """Return the CPU time of ``ours`` divided by that of ``theirs``."""
     found = []
     ours()
     theirs()
     for _ in range(ROUNDS):
         times = []
         for work in (ours, theirs):
-            start = time.perf_counter()
+            start = now("cpu")
             work()
-            times.append(time.perf_counter() - start)
+            times.append(now("cpu") - start)
         found.append(times[0] / times[1])
     return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
 
 def main(folder: str) -> None:
     """Print the ratios."""
+    use_one_thread()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     draw = torch.Generator().manual_seed(0)
     how = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}

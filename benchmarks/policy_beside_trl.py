@@ -167,6 +167,7 @@ def theirs(folder: str, tiny: bool, beside: Path) -> Times:
         per_device_train_batch_size=PROMPTS * SAMPLES,
         num_generations=SAMPLES,
         max_completion_length=NEW,
+        generation_kwargs={"min_new_tokens": NEW},
         learning_rate=RATE,
         loss_type="grpo",
         gradient_checkpointing=False,

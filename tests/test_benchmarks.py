@@ -13,7 +13,11 @@ MODULES = [
     path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
     for path in sorted((ROOT / "benchmarks").rglob("*.py"))
 ]
-SET_BY_LIBRARIES = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}  # Lightning and torch's compiler
+SET_BY_LIBRARIES = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning
+    "TORCHINDUCTOR_CACHE_DIR",  # torch's compiler
+    "JSONARGPARSE_DEPRECATION_WARNINGS",  # the command line of this package
+}
 
 
 def _state() -> dict[str, object]:

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_efficient.models.generation.batched import generate
 from lit_efficient.models.generation.sampling import Sampling, remaining
 from lit_efficient.tasks.text_generation import Ending
+from tests.tasks.test_text_generation import writer
 
 _LEAST = -9999.0  # vLLM's number in the place of minus infinity
 
@@ -217,3 +219,20 @@ def served(folder: Path, processed: bool = True) -> Iterator[StandIn]:
             yield server
         finally:
             server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a network and a tokenizer. Modules with tests name it as their own."""
+    network, tokenizer = writer()
+    place = tmp_path_factory.mktemp("base")
+    network.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[StandIn]:
+    """A server of the model in `folder`."""
+    with served(folder) as one:
+        yield one

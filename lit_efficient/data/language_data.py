@@ -32,7 +32,7 @@ from lit_efficient.data.text.image_texts import ImageTexts
 from lit_efficient.data.text.mixture import LanguageMixture, MixtureSource, share_text
 from lit_efficient.data.text.packing import Bins, PackedRow, joined, pack_lengths
 from lit_efficient.data.text.reading import Reader
-from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source
+from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source, beginning
 from lit_efficient.data.text.streamed import StreamedRows, StreamLoader, StreamMixture
 from lit_efficient.data.text.truncation import Counts, Pieces, cut
 from lit_efficient.errors import ConfigurationError, listed, refusal
@@ -235,8 +235,7 @@ class LanguageData(ChatDataModule):
             text = next(str(message["content"]) for message in found.messages if message["role"] == "user")
         elif found.ids:
             text = self.tokenizer.decode(found.ids[:8], skip_special_tokens=True)
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return next(iter(lines), "")[:60].strip(), bool(found.messages)
+        return beginning(text), bool(found.messages)
 
     def example_images(self) -> list[str]:
         """Return the files of the images of the first training row. The list is empty if an image is no file."""

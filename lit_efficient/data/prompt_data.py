@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lit_efficient.data.text.chat_tokenizer import load_chat_tokenizer
-from lit_efficient.data.text.rows import open_sources
+from lit_efficient.data.text.rows import beginning, open_sources
 from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import no_loaders
 
@@ -131,8 +131,7 @@ class PromptData(ChecksTypes, LightningDataModule):
         if not isinstance(prompt, str):
             prompt = prompt[-1]["content"]
             is_chat = True
-        lines = [line.strip() for line in str(prompt).splitlines() if line.strip()]
-        return next(iter(lines), "")[:60].strip(), is_chat
+        return beginning(str(prompt)), is_chat
 
     def train_dataloader(self) -> DataLoader[Any]:
         rows: Any = self.train_rows

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow
 from lit_efficient.data.text.chat_tokenizer import of_transformers, unpack_tokenizer
@@ -36,12 +37,11 @@ from lit_efficient.surgery import own_draws
 from lit_efficient.tasks.conversations import Conversation, as_messages
 from lit_efficient.tasks.loading import hugging_face_tokenizer, load_language_model
 from lit_efficient.tasks.reward_modeling import RewardModeling
-from lit_efficient.tasks.rewards import Reward
+from lit_efficient.tasks.rewards import LARGEST_REWARD, Reward
 from lit_efficient.tasks.teacher import FrozenNetwork
 
 _CLASSIFIER = Head("AutoModelForSequenceClassification")
 _ADAPTER = "adapter_config.json"
-_FINITE = 1e15  # as in `Reward`
 
 
 @checks_types
@@ -156,7 +156,7 @@ class RewardScorer:
                     some = places[start : start + size]
                     batch = padded([rows[i] for i in some], self.pad or 0, device)
                     for i, score in zip(some, self.scores(network, *batch).float().tolist()):
-                        known = abs(score) <= _FINITE
+                        known = abs(score) <= LARGEST_REWARD
                         found[i] = (score, "") if known else (math.nan, f"{self.spec.name} returned {score}")
         finally:
             torch.set_default_dtype(default)
@@ -241,13 +241,9 @@ def rewards_of(
 
 def padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return ids and mask ``[B, T]`` of rows, padded on the right."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.as_tensor(row)
-        mask[i, : len(row)] = 1
-    return ids.to(device), mask.to(device)
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    seen = [torch.ones_like(row) for row in ids]
+    return pad_sequence(ids, True, pad).to(device), pad_sequence(seen, True).to(device)
 
 
 def _holds_checkpoint(path: str) -> bool:

@@ -30,7 +30,7 @@ from lit_efficient.errors import ConfigurationError, check_installed, check_numb
 Row = Mapping[str, Any]
 
 _BESIDE = ("messages", "environment")  # arguments that a function may have
-_LARGEST = 1e15  # squares of larger rewards are not finite in float32
+LARGEST_REWARD = 1e15  # squares of larger rewards are not finite in float32
 
 
 @checks_types
@@ -118,7 +118,7 @@ class Reward:
             return math.nan, f"{self.name} raised {type(error).__name__}: {shown(error)}"
         except TookTooLong:
             return math.nan, f"{self.name} took longer than {self.seconds:g} seconds"
-        if not abs(value * self.weight) <= _LARGEST:
+        if not abs(value * self.weight) <= LARGEST_REWARD:
             return math.nan, f"{self.name} returned {value}"
         return value, ""
 

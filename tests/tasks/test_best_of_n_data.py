@@ -30,7 +30,7 @@ from lit_efficient.tasks import best_of_n_data
 from lit_efficient.tasks.text_generation import as_chat
 from tests import support
 from tests.support import assert_equal, weights
-from tests.tasks.test_text_generation import writer
+from tests.tasks.test_text_generation import chat_writer, writer
 
 trainer = partial(support.trainer, max_epochs=-1, max_steps=3, limit_val_batches=0)
 ROLLOUT = Rollout(samples=5, max_new_tokens=12, seed=3)
@@ -53,12 +53,7 @@ REWARDS = [Reward(letters), Reward(short, 0.01)]
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("best")
-    network, tokenizer = writer()
-    tokenizer.eos_token = "</s>"
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
+    network, tokenizer = chat_writer()
     network.generation_config.eos_token_id = [*range(1, 40)]  # so that some samples end
     network.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")

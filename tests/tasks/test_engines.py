@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,7 +19,7 @@ from lit_efficient.data.text.chat_tokenizer import pack_tokenizer
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.tasks.engines import VLLM
 from lit_efficient.tasks.rollout import write_answers
-from tests import support
+from tests import support, vllm_server
 from tests.processes import run_ranks
 from tests.tasks.test_policy_optimization import Seen, letters
 from tests.tasks.test_text_generation import writer
@@ -33,19 +32,8 @@ pytestmark = [
 ROWS = [{"prompt": prompt} for prompt in ("the cat", "the mat, and")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    network, tokenizer = writer()
-    place = tmp_path_factory.mktemp("base")
-    network.save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    return place
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[StandIn]:
-    with served(folder) as one:
-        yield one
+folder = vllm_server.folder
+server = vllm_server.server
 
 
 def _run(folder: Path, out: Path, steps: int = 3, lora: Any = True, world: int = 1, **rollout: Any) -> Any:

@@ -38,7 +38,7 @@ from tests import support
 from tests.models.libraries.test_causal_lm import FAMILIES
 from tests.processes import run_ranks
 from tests.support import assert_equal, weights
-from tests.tasks.test_text_generation import writer
+from tests.tasks.test_text_generation import chat_writer, writer
 
 STUDENT = GPTConfig(dim=16, depth=1, num_heads=2, max_length=64)
 trainer = partial(support.trainer, max_epochs=-1, max_steps=6, limit_val_batches=0)
@@ -50,12 +50,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two teachers with one tokenizer, conversations of two turns, and prompts."""
     folder = tmp_path_factory.mktemp("own")
-    network, tokenizer = writer()
-    tokenizer.eos_token = "</s>"
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
+    network, tokenizer = chat_writer()
     for number in (1, 2):
         torch.manual_seed(number)
         for parameter in network.parameters():

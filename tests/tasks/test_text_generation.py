@@ -75,6 +75,17 @@ def writer() -> tuple[Any, Any]:
     return network, tokenizer
 
 
+def chat_writer() -> tuple[Any, Any]:
+    """The same with an end of texts and a chat template."""
+    network, tokenizer = writer()
+    tokenizer.eos_token = "</s>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return network, tokenizer
+
+
 @pytest.fixture(scope="module")
 def written() -> tuple[Any, Any]:
     return writer()

@@ -493,3 +493,9 @@ def table_rows(found: Any, name: str) -> Iterator[Row]:
     # As Arrow's tables, because the decoded rows do not tell which nulls Arrow added.
     batches = found.with_format("arrow").iter(batch_size=64)
     yield from _numbered((row for batch in batches for row in rows_of(batch)), name)
+
+
+def beginning(text: str) -> str:
+    """Return at most 60 characters of the first line of a text that is not blank."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next(iter(lines), "")[:60].strip()

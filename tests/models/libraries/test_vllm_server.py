@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,23 +11,12 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.chunked_distillation import TopKTeacher
 from lit_efficient.losses.distillation import Divergence, top_k_of
 from lit_efficient.models.libraries.vllm_server import ServedTeacher
+from tests import vllm_server
 from tests.tasks.test_text_generation import writer
-from tests.vllm_server import StandIn, served
+from tests.vllm_server import StandIn
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    network, tokenizer = writer()
-    place = tmp_path_factory.mktemp("served")
-    network.save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    return place
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[StandIn]:
-    with served(folder) as one:
-        yield one
+folder = vllm_server.folder
+server = vllm_server.server
 
 
 def test_a_served_teacher_is_the_teacher_with_its_most_likely_tokens(server: StandIn) -> None:
