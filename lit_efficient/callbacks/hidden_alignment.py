@@ -2,14 +2,17 @@
 
     loss <- loss - weight * mean_i cos(h(x_i), f_i),    h: a three-layer MLP on the block's tokens, f: the encoder's
     iREPA   h: a convolution of three by three tokens;    f <- (f - share mean f) / std f, over the image's tokens
+    LayerSync   f: the tokens after a later block of the same network, without gradient and without a projection
     HASTE   the term ends when its gradient at the block's output points against the gradient of the task
     REG     the encoder's class token is one more token, noised and denoised with the latents: `variant.class_token`
 
 Saves: training steps; the paper reports 17.5 times fewer to the same FID for SiT-XL on ImageNet with DINOv2
-Costs: the encoder's forward in each step until `stop_at` (none with features in the batch), and the MLP in training
+Costs: the encoder's forward in each step until `stop_at` (none with features in the batch), and the MLP in training;
+    nothing of both with LayerSync
 Source: Yu et al. (2024), https://arxiv.org/abs/2410.06940; iREPA: Singh et al. (2025),
     https://arxiv.org/abs/2512.10794; HASTE, without its alignment of attention maps: Wang et al. (2025),
-    https://arxiv.org/abs/2505.16792; REG: Wu et al. (2025), https://arxiv.org/abs/2507.01467
+    https://arxiv.org/abs/2505.16792; REG: Wu et al. (2025), https://arxiv.org/abs/2507.01467; LayerSync:
+    Haghighi et al. (2025), https://arxiv.org/abs/2510.12581
 """
 
 from collections.abc import Mapping
@@ -33,7 +36,7 @@ from lit_efficient.mechanisms.alignment import (
     member,
 )
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
-from lit_efficient.models.libraries.teachers import CLASS, Teacher, find_teacher, only_module, width_of
+from lit_efficient.models.libraries.teachers import CLASS, Teacher, feature_of, find_teacher, only_module, width_of
 from lit_efficient.surgery import moved, parents
 from lit_efficient.traits import Trait
 
@@ -53,7 +56,8 @@ class HiddenAlignment(Alignment):
         block: Number of the block, counted from 1 (the paper: 8 of 28), or a pattern for the end of its dotted name.
         teacher: A module, in code or by ``class_path``; ``data.NAME``, a network of the data module (``data.judge`` of
             ``LatentDigits``, a small classifier that it trains by itself); the folder, hub name or ``config.json``
-            (random weights) of a transformers vision model. ``None``: features are in the batch.
+            (random weights) of a transformers vision model. ``None``: features are in the batch. A number: that later
+            block of the module itself, counted from 1 (LayerSync, which has projection ``none``).
         teacher_layer: Pattern for the name of the teacher's layer. ``""`` is its output; of models of transformers and
             timm it is the last tokens or maps before pooling. A layer with one vector per image raises an error.
         weight: Weight of the term, at least 0. With 0 the term is computed and logged, but not added.
@@ -80,7 +84,7 @@ class HiddenAlignment(Alignment):
     def __init__(
         self,
         block: int | str,
-        teacher: str | nn.Module | None = None,
+        teacher: str | nn.Module | int | None = None,
         teacher_layer: str = "",
         weight: float = 0.5,
         stop_at: int | GradientConflict | None = None,
@@ -101,6 +105,9 @@ class HiddenAlignment(Alignment):
                 "HiddenAlignment: without a teacher the features are in the batch, so that their width is unknown: set "
                 "head.widths"
             )
+        first = block + 1 if isinstance(block, int) else 1
+        if isinstance(teacher, int) and (isinstance(teacher, bool) or teacher < first):
+            raise refusal("HiddenAlignment", "teacher", "as a number that of a later block than block", teacher)
         self.block = block
         self.teacher = teacher
         self.teacher_layer = teacher_layer
@@ -117,8 +124,10 @@ class HiddenAlignment(Alignment):
         self._below = 0  # consecutive measurements below the limit
         self._measured = -1  # step of the last measurement
         self._last = -1  # last step with the term, once it has ended
-        if teacher is None and head.class_layer is not None:
-            raise refusal("HiddenAlignment", "head.class_layer", "None without a teacher", head.class_layer)
+        if (teacher is None or isinstance(teacher, int)) and head.class_layer is not None:
+            raise refusal("HiddenAlignment", "head.class_layer", "None without an encoder", head.class_layer)
+        if isinstance(teacher, int) and teacher_layer:
+            raise refusal("HiddenAlignment", "teacher_layer", "'' for a teacher that is a block", teacher_layer)
         self.check_common()
         if self._conflict is not None:
             if weight == 0:
@@ -136,8 +145,8 @@ class HiddenAlignment(Alignment):
         super().setup(trainer, pl_module, stage)
 
     def find(self, data: object) -> Teacher | None:
-        """Return the encoder, or ``None`` if its features are in the batch."""
-        if self.teacher is None:
+        """Return the encoder, or ``None`` if its features are in the batch, or of the module itself."""
+        if self.teacher is None or isinstance(self.teacher, int):
             return None
         return find_teacher(
             self.teacher,
@@ -151,33 +160,46 @@ class HiddenAlignment(Alignment):
         )
 
     def listens_to(self, module: nn.Module) -> list[str]:
-        """Return the name of the block."""
+        """Return the name of the block, and of the later block that is its teacher."""
         if isinstance(self.block, str):
-            return [only_module(module, self.block, "HiddenAlignment: block")]
+            found = [only_module(module, self.block, "HiddenAlignment: block")]
+        else:
+            found = [self._numbered(module, "block", self.block)]
+        if isinstance(self.teacher, int):
+            found.append(self._numbered(module, "teacher", self.teacher))
+        return found
+
+    def _numbered(self, module: nn.Module, argument: str, number: int) -> str:
         blocks = find_blocks(module, who="HiddenAlignment", example="block='layers.3'")
-        if self.block > len(blocks):
-            allowed = f"at most {len(blocks)}, the number of blocks"
-            raise refusal("HiddenAlignment", "block", allowed, self.block)
-        return [blocks[self.block - 1][0]]
+        if number > len(blocks):
+            raise refusal("HiddenAlignment", argument, f"at most {len(blocks)}, the number of blocks", number)
+        return blocks[number - 1][0]
 
     def build_heads(self, module: nn.Module) -> dict[str, nn.Module]:
         """Return the projection h."""
-        (name,) = self.names(module)
-        sides = [(repr(name), width_of(module, name)), self.teacher_width(self.teacher_layer)]
+        name, *own = self.names(module)
+        sides = [(repr(name), width_of(module, name))]
+        if own:
+            sides.append((repr(own[0]), width_of(module, own[0])))
+        else:
+            sides.append(self.teacher_width(self.teacher_layer))
         argument = "head.widths: [block's, teacher's]"
         return {"0": self.head_between(sides, self.head.widths, argument, self.projection, self.hidden)}
 
     def term(self, calls: Mapping[str, list[Call]], output: object, module: nn.Module, batch: object) -> Tensor:
         """Return minus the mean cosine."""
-        (name,) = self.names(module)
+        name, *own = self.names(module)
         if not calls[name]:
             raise ConfigurationError(
                 f"HiddenAlignment: training_step never ran {name!r}: set block to the name of a module that it runs"
             )
-        clean = self.clean_features(module, batch)
+        if own:
+            targets = [_without_class_token(module, own[0], feature_of(one[2])) for one in calls[own[0]]]
+        else:
+            targets = [self.clean_features(module, batch)] * len(calls[name])
         routed = getattr(module.get_submodule(name), "tokens_run", None)  # set by TokenRouting
         terms = []
-        for features in self.features(calls[name], module, name):
+        for features, clean in zip(self.features(calls[name], module, name), targets):
             if self.projection == "conv" and features.ndim == 4 and features.shape[2] != features.shape[3]:
                 raise ConfigurationError("HiddenAlignment: projection='conv' needs a square of tokens; use mlp")
             ours, theirs = match_positions(_without_class_token(module, name, features), clean, "HiddenAlignment")
@@ -207,7 +229,7 @@ class HiddenAlignment(Alignment):
         if conflict is None or step % conflict.every or step == self._measured:
             return self.weight
         self._measured = step
-        (name,) = self.names(module)
+        name = self.names(module)[0]
         loss = output if isinstance(output, Tensor) else output["loss"]
         cosine = gradient_cosine(loss, term, self.features(self._calls[name], module, name))
         cosine = module.trainer.strategy.reduce(cosine, reduce_op="mean")  # all ranks must end in the same step

@@ -187,7 +187,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     alters = ("optimizer",)
     heads_name: ClassVar[str]  # attribute of the module, from which the name of the logged value is derived
 
-    teacher: str | nn.Module | None
+    teacher: Any  # a module or its name, the number of a block of the module itself, or None
     weight: float
     stop_at: Any
     seed: int
@@ -242,13 +242,13 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     def check_common(self) -> None:
         """Check the arguments that all subclasses have."""
         name = type(self).__name__
-        if self.teacher is None:  # otherwise the transform needs the teacher's network
+        if self.teacher is None or isinstance(self.teacher, int):  # others need the teacher's network to transform
             self.traits = self.traits | {Trait.REFUSES_EARLY}
         self.counts_steps = self.stop_at is not None
         check_number(name, "weight", self.weight, least=0)
         check_number(name, "stop_at", self.until, least=1, whole=True, null=True)
         check_number(name, "seed", self.seed, whole=True)
-        if not (self.teacher is None or isinstance(self.teacher, str | nn.Module)) or self.teacher == "":
+        if not (self.teacher is None or isinstance(self.teacher, str | nn.Module | int)) or self.teacher == "":
             raise refusal(name, "teacher", "a module or a name", self.teacher)
 
     def arguments(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         with temporarily(self, teacher=None):
             arguments = super().arguments()
         if self.teacher is not None:
-            arguments["teacher"] = name_of(self.teacher)
+            arguments["teacher"] = self.teacher if isinstance(self.teacher, int) else name_of(self.teacher)
         return arguments
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -488,6 +488,8 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     def _described(self) -> str:
         if self.teacher is None:
             return "features in the batch"
+        if isinstance(self.teacher, int):
+            return f"block {self.teacher} of the module"
         return name_of(self.teacher)
 
 

@@ -290,3 +290,57 @@ def test_the_average_comes_back_without_the_heads(tmp_path):
     assert expected
     assert not [name for name in found if "heads" in name]
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+class Recorded(Callback):
+    """The loss of a step, the outputs of the blocks, and the gradient at each of them."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.outputs = []
+        for block in pl_module.network.blocks:
+            block.register_forward_hook(self.keep)
+
+    def keep(self, block, arguments, output):
+        if torch.is_grad_enabled():
+            output.retain_grad()
+            self.outputs.append(output)
+
+
+def test_layersync_aligns_with_a_later_block_as_the_authors_do():
+    class Alone(HiddenAlignment):
+        def term(self, calls, output, module, batch):
+            found = super().term(calls, output, module, batch)
+            z1 = F.normalize(watch.outputs[0], dim=-1)
+            z2 = F.normalize(watch.outputs[2].clone().detach(), dim=-1)
+            torch.testing.assert_close(found, -(z1 * z2).sum(dim=-1).mean())
+            (self.gradient,) = torch.autograd.grad(found, [watch.outputs[0]], retain_graph=True)
+            assert torch.autograd.grad(found, [watch.outputs[2]], retain_graph=True, allow_unused=True) == (None,)
+            (expected,) = torch.autograd.grad(-(z1 * z2).sum(dim=-1).mean(), [watch.outputs[0]])
+            torch.testing.assert_close(self.gradient, expected)
+            watch.outputs.clear()
+            return found
+
+    watch = Recorded()
+    technique = Alone(1, 3, projection="none", weight=0.2)
+    module = fit(technique, batches(), [watch], max_steps=2)
+    assert technique.gradient.abs().sum() > 0
+    assert not hasattr(module, "hidden_alignment_heads")
+    assert technique.arguments()["teacher"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"block": 2, "teacher": 2}, "a later block than block"),
+        ({"block": 1, "teacher": 2, "teacher_layer": "x"}, "teacher_layer"),
+        ({"block": 1, "teacher": 2, "head": AlignmentHead(class_layer="")}, "class_layer"),
+    ],
+)
+def test_layersync_refuses(arguments, named):
+    with pytest.raises(ConfigurationError, match=named):
+        HiddenAlignment(**arguments)
+
+
+def test_layersync_names_the_number_of_blocks():
+    with pytest.raises(ConfigurationError, match="teacher must be at most 3, the number of blocks"):
+        fit(HiddenAlignment(1, 9, projection="none"), batches(), max_steps=1)
