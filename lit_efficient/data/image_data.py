@@ -106,8 +106,10 @@ class ImageData(ImageModule):
         if len({one.channels for one in views}) > 1:
             raise refusal("ImageData", "view.channels", "the same for all sets", [one.channels for one in views])
         for name, part in (("val", val), ("test", test)):
-            if any(one.role == "prior" for one in _sets_of(part)):
-                raise refusal("ImageData", f"{name}.role", "train: class images are for training alone", "prior")
+            for one in _sets_of(part):
+                if (one.role, one.repeats, one.weight) != ("train", 1, 1.0):
+                    allowed = "without role, repeats and weight, which are for training alone"
+                    raise refusal("ImageData", f"a set of {name}", allowed, one)
         if all(one.role == "prior" for one in _sets_of(train)):
             raise refusal("ImageData", "train", "at least one set with role: train", train)
         check_number("ImageData", "val_fraction", val_fraction, least=0, below=1)

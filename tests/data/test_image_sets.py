@@ -134,6 +134,20 @@ def test_repeats_show_further_variants(tmp_path):
         assert sorted(batch["variant"].tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("given", [{"role": "prior"}, {"repeats": 2}, {"weight": 0.5}])
+def test_sets_for_validation_have_nothing_that_is_for_training(given):
+    with pytest.raises(ConfigurationError, match="a set of val must be without role, repeats and weight"):
+        ImageData("x", val=[ImageSet("y", **given)])
+
+
+def test_workers_pass_weights_on(tmp_path):
+    write(tmp_path, [f"{n}.png" for n in range(7)])
+    alone, helped = (ready(str(tmp_path), VIEW, num_workers=workers).train_dataloader() for workers in (0, 1))
+    weights = [batch["loss_weight"].tolist() for batch in alone]
+    assert weights == [batch["loss_weight"].tolist() for batch in helped]
+    assert min(map(min, weights)) < 1.0
+
+
 def test_a_set_has_its_own_view(tmp_path):
     write(tmp_path / "a", ["0.png", "1.png"])
     write(tmp_path / "b", ["2.png", "3.png"])
