@@ -181,6 +181,17 @@ def test_what_does_not_fit_an_image_is_refused(tmp_path, change, message):
         ready([ImageSet(str(tmp_path / "images"), **change)])
 
 
+@pytest.mark.parametrize("relative", [True, False])
+def test_masks_in_a_folder_of_the_images_are_not_trained_on(tmp_path, monkeypatch, relative):
+    painted(tmp_path)
+    shutil.move(tmp_path / "masks", tmp_path / "images" / "masks")
+    monkeypatch.chdir(tmp_path)
+    data = ready(
+        [ImageSet("images" if relative else str(tmp_path / "images"), mask=str(tmp_path / "images" / "masks"))]
+    )
+    assert len(data.dataset) == 6
+
+
 def test_masks_beside_images_are_not_trained_on_as_images(tmp_path):
     write(tmp_path, ["0.png", "0-masklabel.png"])
     with pytest.raises(ConfigurationError, match=r"1 files like 0-masklabel.png, .* mask: masklabel}"):

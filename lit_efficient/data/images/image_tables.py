@@ -135,9 +135,11 @@ def open_companions(
 
 def _belongs_to_set(file: Path, about: ImageSet) -> bool:
     """Return whether a file is in the folder of the masks, conditions or captions of a set."""
-    named = [Path(name).expanduser() for name in (about.mask, about.condition, about.captions) if name is not None]
-    root = Path(str(about.images)).expanduser()
-    return any(folder != root and folder in file.parents for folder in named)
+    named = [name for name in (about.mask, about.condition, about.captions) if name is not None]
+    # One of them may be relative, and the other not.
+    folders = [Path(name).expanduser().absolute() for name in named]
+    root = Path(str(about.images)).expanduser().absolute()
+    return any(folder != root and folder in file.absolute().parents for folder in folders)
 
 
 def _without_labels(images: list[Path], about: ImageSet) -> list[Path]:
