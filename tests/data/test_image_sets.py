@@ -1,6 +1,8 @@
 """Tests of sets of images: roles, weights, masks and conditions, against sums written down in the test."""
 
+import io
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -86,6 +88,42 @@ def test_masks_and_conditions_have_the_crop_and_flip_of_their_image(tmp_path, wh
                 assert off_condition.mean() < 0.2
     assert len(data.dataset) == 6
     assert len(seen) > 12
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "tar"])
+def test_masks_and_conditions_are_columns_of_a_table(tmp_path, kind):
+    painted(tmp_path / "files")
+    names = {"image": "images", "conditioning_image": "conditions", "mask": "masks"}
+    rows = {name: [] for name in names}
+    for number in range(6):
+        for name, folder in names.items():
+            (file,) = (tmp_path / "files" / folder).glob(f"{number}.*")
+            rows[name].append(file.read_bytes())
+    columns = {"mask": "mask", "condition": "conditioning_image"}
+    if kind == "tar":
+        with tarfile.open(tmp_path / "table.tar", "w") as archive:
+            for number in range(6):
+                for name, suffix in (("image", "png"), ("conditioning_image", "condition.jpg"), ("mask", "mask.png")):
+                    entry = tarfile.TarInfo(f"{number:02d}.{suffix}")
+                    entry.size = len(rows[name][number])
+                    archive.addfile(entry, io.BytesIO(rows[name][number]))
+        columns = {"mask": "mask.png", "condition": "condition.jpg"}
+        table = tmp_path / "table.tar"
+    else:
+        datasets = pytest.importorskip("datasets")
+        made = datasets.Dataset.from_dict(rows)
+        for name in names:
+            made = made.cast_column(name, datasets.Image())
+        table = tmp_path / ("table.parquet" if kind == "parquet" else "table")
+        (made.to_parquet if kind == "parquet" else made.save_to_disk)(str(table))
+    found = ready([ImageSet(str(table), **columns)], VIEW)
+    named = {"mask": str(tmp_path / "files" / "masks"), "condition": str(tmp_path / "files" / "conditions")}
+    wanted = ready([ImageSet(str(tmp_path / "files" / "images"), **named)], VIEW)
+    for index in range(6):
+        for variant in (0, 3):
+            one, other = found.dataset[index, variant], wanted.dataset[index, variant]
+            for name in ("images", "mask", "condition"):
+                assert torch.equal(one[name], other[name])
 
 
 def test_opacity_is_a_mask_and_other_sets_have_none(tmp_path):
