@@ -83,6 +83,17 @@ def test_the_pipeline_is_that_of_the_trained_network(tmp_path):
         data_of(tmp_path, 1, pipeline=None).prepare_data()
 
 
+def test_a_folder_with_weights_of_one_variant_makes_them(tmp_path):
+    write(tmp_path / "own", ["0.png"])
+    whole = diffusers.DiffusionPipeline.from_pretrained(DiffusersModelConfig("tiny:sd15").name_or_path)
+    whole.save_pretrained(tmp_path / "fp16", variant="fp16")
+    data_of(tmp_path, 1).prepare_data()
+    (first,) = files_of(tmp_path)
+    data_of(tmp_path, 1, pipeline=str(tmp_path / "fp16")).prepare_data()
+    (second,) = files_of(tmp_path).keys() - {first}
+    assert first.read_bytes() == second.read_bytes()
+
+
 @pytest.mark.parametrize(
     "wrong", [{"role": "train"}, {"prompt": None}, {"mask": "masks"}, {"condition": "conditions"}, {"generate": None}]
 )

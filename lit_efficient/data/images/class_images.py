@@ -25,6 +25,7 @@ from lit_efficient.files.cache import cache_folder
 from lit_efficient.files.file_hashes import hash_files
 from lit_efficient.internals.hugging_face import bars_on_terminals
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.models.libraries.config_fields import files_variant
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.pipeline_folder import pipeline_index, pipeline_root
 from lit_efficient.surgery import own_draws
@@ -142,7 +143,8 @@ def _loaded(spec: DiffusersModelConfig, dtype: torch.dtype) -> Any:
                 kind = getattr(diffusers, (pipeline_index(place, spec.revision) or {})["_class_name"])
                 pipeline = kind.from_single_file(spec.name_or_path, config=spec.config, dtype=dtype)
             else:
-                pipeline = diffusers.DiffusionPipeline.from_pretrained(place, variant=spec.variant, **options)
+                variant = spec.variant or _variant(place)
+                pipeline = diffusers.DiffusionPipeline.from_pretrained(place, variant=variant, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"ImageData: generate: the pipeline {place} cannot be loaded: {error}") from error
     # A checker would return black images, which would be trained on.
@@ -150,3 +152,9 @@ def _loaded(spec: DiffusersModelConfig, dtype: torch.dtype) -> Any:
         pipeline.safety_checker = None
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
+
+
+def _variant(place: str) -> str | None:
+    """Return the only variant of the weights of a folder, such as ``fp16``; None for weights without a variant."""
+    found = (files_variant(Path(place, name), "ImageData: generate") for name in ("unet", "transformer"))
+    return next((variant for variant in found if variant), None)
