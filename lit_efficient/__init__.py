@@ -188,6 +188,7 @@ PUBLIC: dict[str, str] = {
     "ImageData": "data.image_data",
     "ImageColumns": "data.images.image_columns",
     "ImageSet": "data.images.image_set",
+    "ImageStream": "data.images.image_stream",
     "CaptionRules": "data.images.caption_rules",
     "ClassImages": "data.images.class_images",
     "ImageScores": "data.images.image_judge",

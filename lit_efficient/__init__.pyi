@@ -167,6 +167,7 @@ from lit_efficient.data.digit_images import DigitImages as DigitImages
 from lit_efficient.data.image_data import ImageData as ImageData
 from lit_efficient.data.images.image_columns import ImageColumns as ImageColumns
 from lit_efficient.data.images.image_set import ImageSet as ImageSet
+from lit_efficient.data.images.image_stream import ImageStream as ImageStream
 from lit_efficient.data.images.caption_rules import CaptionRules as CaptionRules
 from lit_efficient.data.images.class_images import ClassImages as ClassImages
 from lit_efficient.data.images.image_judge import ImageScores as ImageScores

@@ -22,10 +22,11 @@ from torch import Tensor
 from lit_efficient.data.images.aspect_buckets import nearest_shapes
 from lit_efficient.data.images.caption_rules import CaptionRules
 from lit_efficient.data.images.image_columns import ImageColumns
-from lit_efficient.data.images.image_judge import ImageJudge, ImageScores
+from lit_efficient.data.images.image_judge import CaptionJudge, ImageJudge, ImageScores
 from lit_efficient.data.images.image_module import ImageModule, hold_out
 from lit_efficient.data.images.image_set import ALPHA, ImageSet
 from lit_efficient.data.images.image_store import StoredSet, open_set
+from lit_efficient.data.images.image_stream import ImageStream, StreamedImages
 from lit_efficient.data.images.image_tables import ImageSplits
 from lit_efficient.data.images.image_view import ImageView
 from lit_efficient.data.images.keyed_images import (
@@ -73,6 +74,7 @@ class ImageData(ImageModule):
         cache_dir: Folder of the cache of sizes and hashes. null: LIT_EFFICIENT_CACHE, or ~/.cache/lit_efficient.
         pin_memory: Place batches for a CUDA device in pinned memory, which allows asynchronous copies.
         preload: Read all items once before the first epoch and keep them in memory. Raise an error if they do not fit.
+        stream: Read ``train`` during training instead of examining it before.
     """
 
     batches: ClassVar[str] = "images"
@@ -96,6 +98,7 @@ class ImageData(ImageModule):
         cache_dir: str | None = None,
         pin_memory: bool = True,
         preload: bool = False,
+        stream: ImageStream = ImageStream(),  # noqa: B008 (frozen)
     ) -> None:
         named = [*_sets_of(train), *_sets_of(val), *_sets_of(test)]
         views = [one.view or view for one in named] or [view]
@@ -115,6 +118,17 @@ class ImageData(ImageModule):
         check_number("ImageData", "val_fraction", val_fraction, least=0, below=1)
         check_number("ImageData", "test_fraction", test_fraction, least=0, below=1)
         check_number("ImageData", "val_fraction + test_fraction", val_fraction + test_fraction, below=1)
+        if stream.enabled:
+            for name, value, allowed in (
+                ("val_fraction", 0.0 if val else val_fraction, "0 for a stream without val"),
+                ("test_fraction", 0.0 if test else test_fraction, "0 for a stream"),
+                ("preload", preload, "false for a stream"),
+                ("scores.judge", val is None and scores.judge, "null for a stream without val, the real images"),
+            ):
+                if value:
+                    raise refusal("ImageData", name, allowed, value)
+        self.stream = stream
+        self.streamed: StreamedImages | None = None
         self.train = train
         self.val = val
         self.test = test
@@ -133,15 +147,19 @@ class ImageData(ImageModule):
         self.network: object = None  # description of the trained network, whose pipeline makes class images
         self._sets: list[StoredSet] = []
         self._judge: ImageJudge | None = None
+        self._caption_judge: CaptionJudge | None = None
 
     def prepare_data(self) -> None:
         self._open(makes=True)
         for one in self._sets:
             one.images.log_findings()
-        self._log_shapes()
+        if self._sets:
+            self._log_shapes()
         if self.scores.judge is not None:
             # A model that cannot be loaded raises an error now.
-            ImageJudge(self.scores.judge, "ImageData")
+            ImageJudge(self.scores.judge, "ImageData", self.scores.pixels)
+        if self.scores.clip is not None:
+            CaptionJudge(self.scores.clip, "ImageData")
 
     def setup(self, stage: str) -> None:
         self._open()
@@ -188,38 +206,50 @@ class ImageData(ImageModule):
 
     @property
     def judges_samples(self) -> bool:
-        """True if there is a judge."""
-        return self.scores.judge is not None
+        """True if there is a judge of images or of captions."""
+        return self.scores.judge is not None or self.scores.clip is not None
 
-    def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
+    def score_samples(
+        self, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
+    ) -> dict[str, float]:
         """Return distances between images [M, C, H, W] in [-1, 1] and training images in the features of the judge.
 
         Labels are ignored.
 
         Returns:
-            ``frechet_distance`` and ``kernel_distance``; nothing without a judge.
+            ``frechet_distance`` and ``kernel_distance`` (with a network from a file ``fid`` and ``kid``), and
+            ``clip_score`` with captions; nothing without a judge.
         """
+        found: dict[str, float] = {}
+        if self.scores.clip is not None and captions is not None:
+            if self._caption_judge is None:
+                self._caption_judge = CaptionJudge(self.scores.clip, "ImageData")
+            found["clip_score"] = self._caption_judge.score(images, captions)
         if self.scores.judge is None:
-            return {}
+            return found
         dataset = self._opened()
         if self._judge is None:
-            self._judge = ImageJudge(self.scores.judge, "ImageData")
+            self._judge = ImageJudge(self.scores.judge, "ImageData", self.scores.pixels)
             real = self._real_index
             count = min(self.scores.images, len(real))
             # Evenly spaced images, because folders are sorted by class.
             places = np.linspace(0, len(real) - 1, count).round().astype(int)
             self._judge.set_real_images(dataset[(real[place], 0)]["images"] for place in places)
-        return self._judge.distances(images)
+        return found | self._judge.distances(images)
 
     def _open(self, makes: bool = False) -> None:
         """Open all images. ``makes`` makes the class images that do not exist."""
-        if self._sets:
+        if self._sets or self.streamed is not None:
             return
+        streamed = self._opened_stream() if self.stream.enabled else None
         sets = {part: self._sets_of_part(part, makes) for part in ("train", "val", "test")}
+        if streamed is not None and not any(sets.values()):
+            self.streamed = streamed
+            return
         every = [one for listed in sets.values() for one in listed]
         # Over all parts together: with one class in each of train and val there are still two classes.
         drop_single_class(every)
-        labels, self.class_names = classes_of(sets)
+        labels, self.class_names = classes_of(sets, self.stream.classes if self.stream.enabled else None)
         captions = collected(every, "captions")
         if captions is None and self.variants > self.pixel_variants:
             raise refusal("ImageData", "caption_rules.variants", "1 for images without captions", self.caption_rules)
@@ -229,14 +259,18 @@ class ImageData(ImageModule):
             shapes += [offered[number] for number in nearest_shapes(one.images.sizes, offered).tolist()]
         self.dataset = KeyedImageFiles(every, shapes, self.view, self.seed, labels, captions)
         self._split(sets)
-        self.loss_weights = weights_of(sets["train"], self.train_index)
+        if sets["train"]:
+            self.loss_weights = weights_of(sets["train"], self.train_index)
         self.roles = roles_of(every, self.loss_weights)
         # Set last, so that after an error everything is opened again.
         self._sets = every
+        self.streamed = streamed
 
     def _sets_of_part(self, part: str, makes: bool) -> list[StoredSet]:
         """Open the images of "train", "val" or "test"."""
-        found = []
+        found: list[StoredSet] = []
+        if part == "train" and self.stream.enabled:
+            return found
         for named in _sets_of(getattr(self, part)):
             about = replace(named, caption_rules=named.caption_rules or self.caption_rules)
             opened = []
@@ -247,6 +281,15 @@ class ImageData(ImageModule):
                 opened.append(self._opened_set(self._with_class_images(about, missing, makes), part))
             found += opened
         return found
+
+    def _opened_stream(self) -> StreamedImages:
+        sets = [
+            replace(one, view=one.view or self.view, caption_rules=one.caption_rules or self.caption_rules)
+            for one in _sets_of(self.train)
+        ]
+        return StreamedImages(
+            sets, self.splits.train, self.columns, self.stream, self.batch_size, self.seed, self.skip_unreadable
+        )
 
     def _opened_set(self, about: ImageSet, part: str) -> StoredSet:
         return open_set(about, getattr(self.splits, part), self.columns, self.skip_unreadable, self.cache_dir)
@@ -281,7 +324,9 @@ class ImageData(ImageModule):
         self.train_index = [index for index in train for _ in range(repeats[index])]
         self.val_index = list(range(len(digests), val_end)) or val
         self.test_index = list(range(val_end, test_end)) or test or list(self.val_index)
-        needed = [("train", self._real_index)]
+        needed = [] if self.stream.enabled else [("train", self._real_index)]
+        if self.stream.enabled:
+            self._real_index = self.val_index
         if self.val or self.val_fraction:
             needed.append(("validate", self.val_index))
         for use, index in needed:

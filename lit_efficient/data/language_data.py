@@ -33,13 +33,14 @@ from lit_efficient.data.text.mixture import LanguageMixture, MixtureSource, shar
 from lit_efficient.data.text.packing import Bins, PackedRow, joined, pack_lengths
 from lit_efficient.data.text.reading import Reader
 from lit_efficient.data.text.rows import STDLIB_INSTRUCTIONS, Source, beginning
-from lit_efficient.data.text.streamed import StreamedRows, StreamLoader, StreamMixture
+from lit_efficient.data.text.streamed import StreamedRows, StreamMixture
 from lit_efficient.data.text.truncation import Counts, Pieces, cut
 from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.files.cache import read_manifest
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.keyed_batch_sampler import data_parallel_part, loading, no_loaders
 from lit_efficient.mechanisms.order.mixture_sampler import MixtureSampler, schedule_mean
+from lit_efficient.mechanisms.order.stream_loader import StreamLoader
 
 
 @dataclass(eq=False)
@@ -194,7 +195,7 @@ class LanguageData(ChatDataModule):
         )
         if isinstance(self.train_rows, StreamedRows):
             loader = DataLoader(self.train_rows, self.batch_size, collate_fn=collate, **loading(self))
-            return StreamLoader(loader, self.stream.epoch_batches)
+            return StreamLoader(loader, self.stream.epoch_batches, "LanguageData")
         order: dict[str, Any] = {"shuffle": True}
         if self.mixes:
             place = data_parallel_part(self.trainer)

@@ -100,6 +100,8 @@ class LatentData(KeyedModule):
             raise refusal("LatentData", "images", allowed, type(images).__name__)
         if build and not cached:
             raise refusal("LatentData", "build", "false with cached: false, which reads no cache", build)
+        if cached and getattr(getattr(images, "stream", None), "enabled", False):
+            raise refusal("LatentData", "cached", "false for streamed images, which have no numbers", cached)
         self.images: Any = images
         self.autoencoder = autoencoder
         self.text_encoder_config = text_encoder
@@ -168,12 +170,14 @@ class LatentData(KeyedModule):
         """True if the source has a judge."""
         return hasattr(self.images, "score_samples") and getattr(self.images, "judges_samples", True)
 
-    def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
+    def score_samples(
+        self, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
+    ) -> dict[str, float]:
         """Return the scores of the source for images [M, C, H, W] in [-1, 1]; nothing without a judge."""
         score = getattr(self.images, "score_samples", None)
         if score is None:
             return {}
-        return dict(score(images, labels))
+        return dict(score(images, labels, captions))
 
     def prepare_data(self) -> None:
         """Check the whole cache, or make it. One process does it."""
@@ -201,6 +205,10 @@ class LatentData(KeyedModule):
         if self.cached:
             self._store = self._open(thorough=False)
         self.codec = self._codec(self._store)
+        if getattr(self.images, "streamed", None) is not None:
+            shapes = self.images.view.shapes()
+            self._bucket = min(shapes, key=lambda shape: abs(shape[0] - shape[1]))
+            return
         # sorted() makes the choice between two equally common buckets independent of the order of the images.
         buckets = Counter(self.images.bucket_of(index) for index in self.images.train_index)
         self._bucket = max(sorted(buckets), key=lambda bucket: buckets[bucket])
@@ -306,14 +314,19 @@ class LatentData(KeyedModule):
             return self._open(thorough=False).statistics
         except ConfigurationError:
             pass
+        streamed = getattr(self.images, "streamed", None)
         train = self.images.train_index
-        count = min(len(train), MEASURED_IMAGES)
+        count = MEASURED_IMAGES if streamed is not None else min(len(train), MEASURED_IMAGES)
         rank_zero_info(f"LatentData: measuring the statistics of the channels on {count} images, as there is no cache.")
         codec = self.encoders().codec
         device = device_of("auto")
         parts = []
-        for i in range(count):
-            images = self.images.dataset[train[i * len(train) // count], 0]["images"]
+        if streamed is not None:
+            items = streamed.first_items(count)
+        else:
+            items = (self.images.dataset[train[i * len(train) // count], 0] for i in range(count))
+        for item in items:
+            images = item["images"]
             found = codec.moments(images[None].to(device))
             codec.note_finite(*found)
             reason = codec.explain_not_finite()

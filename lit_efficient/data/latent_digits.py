@@ -123,7 +123,9 @@ class LatentDigits(DigitsDataModule):
         self.train_index, self.val_index, self.test_index = digits.stratified_split(labels, digits.HELD_OUT, self.seed)
         self._reference = images[self.train_index]
 
-    def score_samples(self, images: Tensor, labels: Tensor | None) -> dict[str, float]:
+    def score_samples(
+        self, images: Tensor, labels: Tensor | None, captions: list[str] | None = None
+    ) -> dict[str, float]:
         """Return scores of images [M, 1, H, W] in [-1, 1].
 
         Returns:

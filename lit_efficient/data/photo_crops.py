@@ -222,7 +222,9 @@ class PhotoCrops(ImageModule):
         """True if there is a judge."""
         return self.judge_steps > 0
 
-    def score_samples(self, images: Tensor, labels: Tensor | None = None) -> dict[str, float]:
+    def score_samples(
+        self, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
+    ) -> dict[str, float]:
         """Return distances of images [M, 3, H, W] to the training crops in the features of a small trained network.
 
         Returns:

@@ -380,7 +380,7 @@ class LatentDiffusion(LatentGenerator):
         asked = self.in_turn(count)
         labels = asked.get("labels", self._prompts.labels_of(count) if "captions" in asked else None)
         latents = self.sample(**asked, generator=torch.Generator().manual_seed(FIXED_SEED))
-        for name, value in score(self._decode(latents), labels).items():
+        for name, value in score(self._decode(latents), labels, asked.get("captions")).items():
             self.log(f"{stage}/{name}", value, prog_bar=name == "sample_accuracy", sync_dist=True)
 
 

@@ -33,8 +33,8 @@ class LatentSource(Protocol):
     Optional attributes:
 
     - ``text_encoder``: `TextEncoder` of the captions.
-    - ``score_samples(images, labels) -> dict[str, float]``: metrics of images [M, C, H, W] in [-1, 1] that were
-      sampled for ``labels`` [M] or None.
+    - ``score_samples(images, labels, captions) -> dict[str, float]``: metrics of images [M, C, H, W] in [-1, 1] that
+      were sampled for ``labels`` [M] or None, and M captions or None.
     - ``judges_samples``: False if there is no ``score_samples`` for this data, so that no samples are drawn for it.
 
     If ``codec`` is None, the task keeps its own.

@@ -57,7 +57,7 @@ class Latents(L.LightningDataModule):
 
     val_dataloader = train_dataloader
 
-    def score_samples(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    def score_samples(self, images: torch.Tensor, labels: torch.Tensor, captions: object) -> dict[str, float]:
         return {}
 
 

@@ -117,7 +117,7 @@ class JudgedLatents(CaptionedLatents):
 
     judged: list[tuple[int, Any]]
 
-    def score_samples(self, images: Tensor, labels: Tensor | None) -> dict[str, float]:
+    def score_samples(self, images: Tensor, labels: Tensor | None, captions: Any = None) -> dict[str, float]:
         self.judged = [*getattr(self, "judged", []), (len(images), None if labels is None else labels.tolist())]
         return {"brightness": float(images.mean())}
 

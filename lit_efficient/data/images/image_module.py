@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
@@ -13,6 +14,7 @@ from lit_efficient.data.images.image_source import KeyedImages, collate_images
 from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, module_loader, no_loaders
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
+from lit_efficient.mechanisms.order.stream_loader import StreamLoader
 from lit_efficient.mechanisms.preloaded import Preloaded
 
 ROLES = ("loss_weight", "mask", "condition")
@@ -47,7 +49,10 @@ class KeyedModule(ChecksTypes, LightningDataModule):
         """Data set that is loaded."""
         return self.source.dataset
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> Any:
+        stream = getattr(self.source, "streamed", None)
+        if stream is not None:
+            return stream_loader(stream, self.source)
         return self._loader(self.source.train_index, training=True)
 
     def val_dataloader(self) -> Any:
@@ -171,6 +176,17 @@ class ImageModule(KeyedModule):
     def _split_digest(self) -> str:
         parts = (self.train_index, self.val_index, self.test_index)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def stream_loader(stream: Any, source: Any) -> StreamLoader:
+    """Return the loader of the training images of a DataModule that are streamed."""
+    loader: DataLoader[Any] = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=source.num_workers,
+        pin_memory=source.pin_memory and torch.cuda.is_available(),
+    )
+    return StreamLoader(loader, stream.stream.epoch_batches, type(source).__name__, stream.batch_size)
 
 
 def hold_out(digests: Sequence[bytes], seed: int, fractions: Sequence[float]) -> list[list[int]]:

@@ -33,8 +33,8 @@ class ImageSource(Protocol):
     ``PhotoCrops`` train on the batches of ``KeyedBatchSampler(train_index, batch_size, bucket_of, variants, seed)``.
     Batches for validation, test and prediction are in order, and of variant 0.
 
-    A source that can judge images also has ``score_samples(images [M, C, H, W] in [-1, 1], labels [M] or None) ->
-    {name: value}``.
+    A source that can judge images also has ``score_samples(images [M, C, H, W] in [-1, 1], labels [M] or None,
+    captions or None) -> {name: value}``.
     """
 
     variants: int

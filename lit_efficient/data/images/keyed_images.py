@@ -231,19 +231,24 @@ def _prompted(captions: list[list[str]] | None, one: StoredSet) -> list[list[str
     return captions
 
 
-def classes_of(sets: Mapping[str, Sequence[StoredSet]]) -> tuple[list[int] | None, list[str]]:
+def classes_of(
+    sets: Mapping[str, Sequence[StoredSet]], streamed: int | None = None
+) -> tuple[list[int] | None, list[str]]:
     """Return the number of the class of each image, and the names of the classes.
 
     Args:
         sets: Sets by part; the classes are those of "train".
+        streamed: Number of classes if "train" is streamed.
 
     Raises:
         ConfigurationError: If labels are numbers and names, or a class occurs that is not trained on.
     """
     every = [one for listed in sets.values() for one in listed]
+    if streamed == 0:
+        return None, []
     labels = collected(every, "labels")
     if labels is None:
-        return None, []
+        return None, [str(number) for number in range(streamed or 0)]
     trained = collected(sets["train"], "labels") or []
     declared = {tuple(names) for one in every if (names := one.images.table.label_names)}
     if len({type(label) for label in labels}) > 1 or len(declared) > 1:
@@ -253,6 +258,8 @@ def classes_of(sets: Mapping[str, Sequence[StoredSet]]) -> tuple[list[int] | Non
     if isinstance(labels[0], int):
         if declared:
             names = list(declared.pop())
+        elif streamed:
+            names = [str(number) for number in range(streamed)]
         else:
             names = [str(number) for number in range(max(trained) + 1)]
         # Numbers are classes as they are, even if some of them never occur.

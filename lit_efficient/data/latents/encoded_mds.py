@@ -31,29 +31,28 @@ class MosaicShards:
     Args:
         folder: The folder.
         belongs: Return whether the shard with this path is read.
+        owner: Class that reads the shards, for errors.
 
     Raises:
         ConfigurationError: If a shard is missing, compressed, incomplete, of another format or outside the folder.
     """
 
-    def __init__(self, folder: Path, belongs: Callable[[Path], bool]) -> None:
+    def __init__(self, folder: Path, belongs: Callable[[Path], bool], owner: str = "EncodedData") -> None:
+        self._owner = owner
         self._folder = folder
         index = folder / "index.json"
-        try:
-            shards = json.loads(index.read_text("utf-8"))["shards"]
-            self.fields = list(shards[0]["column_names"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-            raise ConfigurationError(f"EncodedData: {index} is not an index of MDS shards ({error!r}).") from error
+        shards = _listed_shards(folder, owner)
+        self.fields = list(shards[0]["column_names"])
         self._shards: list[dict[str, Any]] = [s for s in shards if belongs(folder / s["raw_data"]["basename"])]
         if not self._shards:
             raise ConfigurationError(
-                f"EncodedData: {index} lists no shards that are asked for. Give a pattern that matches their names, or "
-                "a folder with its own index.json."
+                f"{owner}: {index} lists no shards that are asked for. Give a pattern that matches their names, or a "
+                "folder with its own index.json."
             )
         for shard in self._shards:
             if shard["format"] != "mds" or shard["column_names"] != self.fields:
                 given = shard["format"], shard["column_names"]
-                raise refusal("EncodedData", f"the shards of {folder}", f"MDS with the columns {self.fields}", given)
+                raise refusal(self._owner, f"the shards of {folder}", f"MDS with the columns {self.fields}", given)
             self._check_file(shard)
         self._ends = list(accumulate(int(shard["samples"]) for shard in self._shards))
         self._mapped: dict[int, np.ndarray] = {}
@@ -65,7 +64,27 @@ class MosaicShards:
     def __len__(self) -> int:
         return self._ends[-1]
 
+    @property
+    def encodings(self) -> dict[str, str]:
+        """Encoding of each field."""
+        return dict(zip(self.fields, self._shards[0]["column_encodings"]))
+
     def read(self, row: int, fields: Sequence[str]) -> dict[str, Value]:
+        """Return the values of some fields of a row."""
+        found = {}
+        for name, (encoding, data) in self._stored(row, fields).items():
+            try:
+                found[name] = decode(encoding, data)
+            except (ValueError, LookupError, TypeError, MemoryError) as error:
+                raise ConfigurationError(f"{self._owner}: {name} of row {row} cannot be read: {error}.") from error
+        return found
+
+    def read_bytes(self, row: int, field: str) -> bytes:
+        """Return a field of a row as it is stored."""
+        return self._stored(row, [field])[field][1]
+
+    def _stored(self, row: int, fields: Sequence[str]) -> dict[str, tuple[str, bytes]]:
+        """Return the encodings and the bytes of some fields of a row."""
         number, inside = locate(row, self._ends)
         shard = self._shards[number]
         data = self._bytes(number)
@@ -83,10 +102,7 @@ class MosaicShards:
         found = {}
         for name, encoding, size in zip(shard["column_names"], shard["column_encodings"], sizes):
             if name in fields:
-                try:
-                    found[name] = decode(encoding, sample[position : position + size])
-                except (ValueError, LookupError, TypeError, MemoryError) as error:
-                    raise ConfigurationError(f"EncodedData: {name} of row {row} cannot be read: {error}.") from error
+                found[name] = (encoding, sample[position : position + size])
             position += size
         return found
 
@@ -95,16 +111,18 @@ class MosaicShards:
         path = self._folder / name
         # An index from somebody else could name any file of this machine.
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ConfigurationError(f"EncodedData: {self._folder / 'index.json'} lists {name!r}, which is not in it.")
+            raise ConfigurationError(
+                f"{self._owner}: {self._folder / 'index.json'} lists {name!r}, which is not in it."
+            )
         if not path.is_file():
             hint = ""
             if shard["zip_data"]:
                 hint = "; unpack the compressed shards first (zstd -d *.zstd)"
-            raise ConfigurationError(f"EncodedData: the shard {path} is missing{hint}.")
+            raise ConfigurationError(f"{self._owner}: the shard {path} is missing{hint}.")
         # The reader finds samples by offsets, so a file that was cut off would give wrong rows instead of an error.
         if path.stat().st_size != shard["raw_data"]["bytes"]:
             raise ConfigurationError(
-                f"EncodedData: {path} is incomplete: its size is not the size in index.json. Download it again."
+                f"{self._owner}: {path} is incomplete: its size is not the size in index.json. Download it again."
             )
 
     def _bytes(self, number: int) -> np.ndarray:
@@ -113,6 +131,23 @@ class MosaicShards:
             path = self._folder / self._shards[number]["raw_data"]["basename"]
             self._mapped[number] = np.memmap(path, np.uint8, "r")
         return self._mapped[number]
+
+
+def mosaic_files(folder: Path, owner: str) -> list[str]:
+    """Return the names of the shards that the index of a folder lists."""
+    return [str(shard["raw_data"]["basename"]) for shard in _listed_shards(folder, owner)]
+
+
+def _listed_shards(folder: Path, owner: str) -> list[dict[str, Any]]:
+    index = folder / "index.json"
+    try:
+        shards = json.loads(index.read_text("utf-8"))["shards"]
+        for shard in shards:
+            _ = shard["column_names"], shard["raw_data"]["basename"]
+        _ = shards[0]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+        raise ConfigurationError(f"{owner}: {index} is not an index of MDS shards ({error!r}).") from error
+    return list(shards)
 
 
 def decode(encoding: str, data: bytes) -> Value:

@@ -15,11 +15,10 @@ Costs: tokenising in every run; a resumed run reads and tokenises again what it 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lit_efficient.data.text.chat_formats import MalformedRow
 from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
@@ -287,63 +286,3 @@ class StreamedRows(IterableDataset[PackedRow]):
             row = PackedRow(items[number] for number in numbers)
             row.source = source
             yield row
-
-
-class StreamLoader:
-    """Batches of a stream, in epochs of a given length, which resume after an epoch and after a crash.
-
-    It has a length on purpose: from a loader without length Lightning fetches one batch ahead, and a checkpoint would
-    count a batch that was not trained on.
-
-    Args:
-        loader: Loader of `StreamedRows`.
-        batches: Batches of an epoch.
-    """
-
-    def __init__(self, loader: DataLoader[Any], batches: int) -> None:
-        self.loader = loader
-        self.batches = batches
-        self._yielded = 0
-        self._stream: Iterator[Any] | None = None
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self.batches):
-            if self._stream is None:
-                if isinstance(self.loader.dataset, StreamedRows):
-                    self.loader.dataset.place = place_among_ranks()
-                self._stream = iter(self.loader)
-                # The stream is a function of the seed: reading the same number of batches restores its state.
-                for _ in range(self._yielded):
-                    next(self._stream)
-            batch = next(self._stream)
-            self._yielded += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of batches that were yielded, and the settings that the batches depend on."""
-        return {"batches": self._yielded, **self._settings()}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue after the batches of a checkpoint.
-
-        Raises:
-            ConfigurationError: If these settings give other batches.
-        """
-        for name, value in self._settings().items():
-            if state_dict[name] != value:
-                raise ConfigurationError(
-                    f"LanguageData: a stream is resumed with the same {name}: {state_dict[name]} in the checkpoint, "
-                    f"{value} now."
-                )
-        self._yielded = int(state_dict["batches"])
-        self._stream = None
-
-    def _settings(self) -> dict[str, int]:
-        return {
-            "processes": place_among_ranks()[1],
-            "num_workers": self.loader.num_workers,
-            "batch_size": int(self.loader.batch_size or 0),
-        }

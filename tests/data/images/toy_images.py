@@ -48,7 +48,7 @@ class ToyImages(LightningDataModule):
         data = hashlib.sha256(repr((self.count, self.content)).encode()).hexdigest()
         return {"data": data, "transform": "flip, shift", "resolution": f"{self.size}", "seed": str(self.seed)}
 
-    def score_samples(self, images: Tensor, labels: Tensor | None) -> dict[str, float]:
+    def score_samples(self, images: Tensor, labels: Tensor | None, captions: Any = None) -> dict[str, float]:
         return {"brightness": images.mean().item()}
 
     def train_dataloader(self) -> Any:

@@ -8,8 +8,8 @@ import torch
 
 from lit_efficient.data.text.arguments import LanguageRows, LanguageStream
 from lit_efficient.data.text.rows import table_rows
-from lit_efficient.data.text.streamed import StreamLoader
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.order.stream_loader import StreamLoader
 from tests.data.resumed import whole_and_resumed
 from tests.data.test_language_data import answers, chat, language_data, ready, write_rows
 

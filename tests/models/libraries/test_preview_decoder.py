@@ -79,7 +79,7 @@ class Latents(L.LightningDataModule):
 
     val_dataloader = train_dataloader
 
-    def score_samples(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    def score_samples(self, images: torch.Tensor, labels: torch.Tensor, captions: object) -> dict[str, float]:
         self.judged.append(images)
         return {"score": 0.0}
 
