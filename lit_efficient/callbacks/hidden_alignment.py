@@ -31,6 +31,7 @@ from lit_efficient.mechanisms.alignment import (
     AlignmentHead,
     Call,
     GradientConflict,
+    calls_with_gradient,
     match_positions,
     mean,
     member,
@@ -193,13 +194,14 @@ class HiddenAlignment(Alignment):
             raise ConfigurationError(
                 f"HiddenAlignment: training_step never ran {name!r}: set block to the name of a module that it runs"
             )
+        with_gradient = {one: calls_with_gradient(recorded) for one, recorded in calls.items()}
         if own:
-            targets = [_without_class_token(module, own[0], feature_of(one[2])) for one in calls[own[0]]]
+            targets = [_without_class_token(module, own[0], feature_of(one[2])) for one in with_gradient[own[0]]]
         else:
-            targets = [self.clean_features(module, batch)] * len(calls[name])
+            targets = [self.clean_features(module, batch)] * len(with_gradient[name])
         routed = getattr(module.get_submodule(name), "tokens_run", None)  # set by TokenRouting
         terms = []
-        for features, clean in zip(self.features(calls[name], module, name), targets):
+        for features, clean in zip(self.features(with_gradient[name], module, name), targets):
             if self.projection == "conv" and features.ndim == 4 and features.shape[2] != features.shape[3]:
                 raise ConfigurationError("HiddenAlignment: projection='conv' needs a square of tokens; use mlp")
             ours, theirs = match_positions(_without_class_token(module, name, features), clean, "HiddenAlignment")
@@ -231,7 +233,7 @@ class HiddenAlignment(Alignment):
         self._measured = step
         name = self.names(module)[0]
         loss = output if isinstance(output, Tensor) else output["loss"]
-        cosine = gradient_cosine(loss, term, self.features(self._calls[name], module, name))
+        cosine = gradient_cosine(loss, term, self.features(calls_with_gradient(self._calls[name]), module, name))
         cosine = module.trainer.strategy.reduce(cosine, reduce_op="mean")  # all ranks must end in the same step
         module.log("train/hidden_alignment_cosine", cosine, batch_size=1)
         value = float(cosine)

@@ -82,6 +82,14 @@ def listening(root: nn.Module, names: Sequence[str], who: str) -> Iterator[dict[
         calls.clear()  # the outputs keep the autograd graph of the step alive
 
 
+def calls_with_gradient(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls whose output has a gradient, or all if none has.
+
+    Tasks also run their network without gradients in a step, such as `FewStepDiffusion` for its targets.
+    """
+    return [call for call in calls if feature_of(call[2]).requires_grad] or list(calls)
+
+
 class Heads(LoadsPartly, nn.ModuleDict):
     """Projections of a technique by name."""
 

@@ -11,7 +11,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lit_efficient.distributed.shards import read_checkpoint
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_number, refusal
+from lit_efficient.errors import CheckpointError, ConfigurationError, ConflictError, check_number, refusal
+from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
@@ -123,10 +124,17 @@ class DistilledDiffusion(LatentDiffusion):
 
         Raises:
             CheckpointError: If it differs from the start of the run that wrote the checkpoint.
+            ConflictError: If weights that must be copied are sharded by another strategy than ShardedStrategy.
         """
         assert self.network is not None
         if self._reference is None:
             made = Reference(self.network, self)
+            traits = traits_of(getattr(trainer_of(self), "strategy", None))
+            if made.tensors and traits.shards and not traits.shards_itself:
+                raise ConflictError(
+                    f"{type(self).__name__}: the teacher is a copy of weights that train, which {traits.name} shards: "
+                    "only train adapters (LoRA), whose teacher is the base itself"
+                )
             if self._start is not None and made.fingerprint() != self._start:
                 raise CheckpointError(
                     f"{type(self).__name__}: the run of this checkpoint started from another teacher: use the same one"

@@ -102,6 +102,7 @@ class FewStepDiffusion(LatentDiffusion):
             samples=samples,
         )
         self.objective = objective
+        self._trained_guidance = guidance_scale  # `sample` may set another guidance_scale
         self._check_steps(sampling_steps)
         self.save_hyperparameters({"objective": asdict(objective)})
 
@@ -224,15 +225,17 @@ class FewStepDiffusion(LatentDiffusion):
         generator: torch.Generator | Sequence[torch.Generator] | None,
     ) -> Tensor:
         self._check_steps(steps)
-        allowed = f"{self.guidance_scale:g}, because guidance is trained into the network"
-        check("guidance_scale", scale, allowed, scale == self.guidance_scale)
+        allowed = f"{self._trained_guidance:g}, because guidance is trained into the network"
+        check("guidance_scale", scale, allowed, scale == self._trained_guidance)
+        allowed = "builtin for FewStepDiffusion, whose objective gives the sampler"
+        check("sampler.name", sampler.name, allowed, sampler.name == "builtin")
         return average_velocity_sample(self._average_velocity(condition), noise, sampling_times(steps, "flow"))
 
     def _check_steps(self, steps: int) -> None:
         if not isinstance(self.objective, Shortcut):
             return
         most = self.objective.finest
-        if self.guidance_scale != 1.0:
+        if self._trained_guidance != 1.0:
             most //= 2  # the shortest steps are trained without guidance
         allowed = f"a power of 2 of at most {most} for this shortcut model"
         check("sampling_steps", steps, allowed, steps <= most and not steps & (steps - 1))

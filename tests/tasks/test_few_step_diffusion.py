@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from lit_efficient import DiTConfig, ExactResume, FewStepDiffusion, LatentDiffusion, MeanFlow, Samples, Shortcut
+from lit_efficient import (
+    DiTConfig,
+    ExactResume,
+    FewStepDiffusion,
+    HiddenAlignment,
+    LatentDiffusion,
+    MeanFlow,
+    Samples,
+    Shortcut,
+)
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.diffusion import add_noise
@@ -182,6 +191,13 @@ def test_guidance_cannot_change_after_training():
     module = built("mean_flow", guidance_scale=2.0)
     with pytest.raises(ConfigurationError, match="trained into the network"):
         module.sample(torch.arange(3), guidance_scale=3.0)
+    module.guidance_scale = 3.0  # as `sample --guidance` does
+    with pytest.raises(ConfigurationError, match="trained into the network"):
+        module.sample(torch.arange(3))
+    other = built("mean_flow")
+    other.sampler = replace(other.sampler, name="ddim")  # as `sample --sampler` does
+    with pytest.raises(ConfigurationError, match="must be builtin for FewStepDiffusion"):
+        other.sample(torch.arange(3))
 
 
 def test_it_is_a_latent_diffusion_whose_backbone_takes_intervals():
@@ -189,3 +205,12 @@ def test_it_is_a_latent_diffusion_whose_backbone_takes_intervals():
     assert isinstance(module, LatentDiffusion)
     assert module.backbone.variant.interval
     assert module.hparams["backbone"]["variant"]["interval"]
+
+
+def test_alignment_takes_the_pass_with_gradients(tmp_path):
+    module = FewStepDiffusion(replace(BACKBONE, depth=2), guidance_scale=2.0, samples=Samples(0))
+    technique = HiddenAlignment(1, 2, projection="none")
+    trainer = support.trainer(default_root_dir=tmp_path, max_steps=2, limit_val_batches=0, callbacks=[technique])
+    loader = torch.utils.data.DataLoader(TensorDictDataset(batch()), batch_size=4)
+    trainer.fit(module, loader, loader)
+    assert -1 <= float(trainer.callback_metrics["train/hidden_alignment"]) < 0
