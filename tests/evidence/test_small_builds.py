@@ -55,6 +55,12 @@ def test_settings_that_are_a_depth_or_a_width_are_found_and_made_small(monkeypat
     assert said.startswith("two narrow blocks, of one of 0 million parameters")
 
 
+def test_a_network_of_a_pipeline_is_not_read_as_a_language_model():
+    backbone = {"name_or_path": "tiny:sdxl", "subfolder": "", "random_weights": False}
+    source = Settings(depth=2, inner=16, backbone=backbone)
+    assert small_builds.small(source, tried) == (source, "")
+
+
 def test_a_width_that_does_not_run_is_left(monkeypatch):
     monkeypatch.setattr(small_builds, "LARGE", 1000)
 

@@ -113,6 +113,8 @@ def _pretrained(source: FitSource) -> Iterator[tuple[dict[str, Any], dict[str, A
         block = name.removesuffix(".name_or_path")
         if block == name or not path or f"{block}.random_weights" not in settings:
             continue
+        if f"{block}.subfolder" in settings:  # a model of diffusers, which may be part of a pipeline
+            continue
         from lit_efficient.models.libraries.causal_lm import CausalLMConfig, resolve
 
         random: dict[str, Any] = {f"{block}.random_weights": True}
