@@ -109,7 +109,7 @@ class LatentDiffusion(LatentGenerator):
     """
 
     logs: ClassVar[tuple[str, ...]] = ("train/loss", "val/loss")  # and others with these prefixes
-    commands_after_fit: ClassVar[tuple[str, ...]] = ("sample --ckpt {ckpt} --output {output}.png",)
+    commands_after_fit: tuple[str, ...] = ("sample --ckpt {ckpt} --output {output}.png",)
 
     def __init__(
         self,
@@ -168,6 +168,8 @@ class LatentDiffusion(LatentGenerator):
         )
         self._by_noise = LossByNoise()
         self._judged = True
+        if self.image_condition is not None:
+            self.commands_after_fit = ()  # `sample` has no images for the network
 
     @property
     def reads(self) -> tuple[str, ...]:

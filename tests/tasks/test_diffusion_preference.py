@@ -22,6 +22,7 @@ from lit_efficient import (
 from lit_efficient.errors import CheckpointError
 from lit_efficient.models.libraries.latent_codec import LatentCodec, find_autoencoder
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.tasks.loading import load_latent_diffusion
 from tests import tiny_pipelines
 from tests.support import QUIET, assert_equal
 from tests.tasks.test_exact_resume_of_tasks import SaveEverywhere
@@ -119,6 +120,8 @@ def test_a_resumed_run_ends_with_the_same_bits_and_the_same_reference(adapters: 
         with torch.no_grad():
             torch.testing.assert_close(found, base.unet(x, t, text).sample)
             assert not torch.equal(found, network(x, t, text).sample)
+    loaded, _ = load_latent_diffusion(str(tmp_path / "4.ckpt"))
+    assert_equal(loaded.state_dict(), whole.state_dict())
     if not adapters:
         tiny_pipelines.written("sd15", tmp_path / "other")
         unet = tmp_path / "other" / "unet"

@@ -144,7 +144,7 @@ def open_set(
     for kind, named in (("mask", about.mask), ("condition", about.condition)):
         if named is None or (kind, named) == ("mask", ALPHA):
             continue
-        beside = open_companions(table, kind, named, about, split, columns, cache_dir)
+        beside = open_companions(table, kind, local_images(named, cache_dir), about, split, columns, cache_dir)
         folder = getattr(beside, "root", root)
         stored = StoredImages(beside, folder, False, cache_dir)
         _check_sizes(found.images, stored, kind)
