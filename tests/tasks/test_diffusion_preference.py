@@ -16,9 +16,13 @@ from lit_efficient import (
     DiffusersModelConfig,
     DiffusionPreference,
     ExactResume,
+    ImageColumns,
+    ImageData,
+    ImageView,
     LoRA,
     Samples,
 )
+from lit_efficient.data.images.image_set import ImageSet
 from lit_efficient.errors import CheckpointError
 from lit_efficient.models.libraries.latent_codec import LatentCodec, find_autoencoder
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
@@ -134,6 +138,46 @@ def test_a_resumed_run_ends_with_the_same_bits_and_the_same_reference(adapters: 
 
 def prediction(network: Any, *inputs: torch.Tensor) -> Any:
     return network(*inputs).sample
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+def test_a_table_of_pairs_with_labels(labels: list[int], tmp_path: Path) -> None:
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    def encoded(value: int) -> bytes:
+        held = io.BytesIO()
+        Image.new("RGB", (64, 64), (value,) * 3).save(held, "PNG")
+        return held.getvalue()
+
+    rows = {
+        "jpg_0": [encoded(10 + i) for i in range(4)],
+        "jpg_1": [encoded(200 + i) for i in range(4)],
+        "label_0": labels,
+        "caption": [f"pair {i}" for i in range(4)],
+    }
+    pq.write_table(pa.table(rows), tmp_path / "pairs.parquet")
+    data = ImageData(
+        [ImageSet(str(tmp_path / "pairs.parquet"), condition="jpg_1")],
+        view=ImageView(resolution=64),
+        columns=ImageColumns(image="jpg_0", label="label_0", caption="caption"),
+        batch_size=4,
+        val_fraction=0,
+        num_workers=0,
+    )
+    data.prepare_data()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    tiny_pipelines.written("sd15", tmp_path / "base")
+    module = made(tmp_path / "base", labelled=True)
+    module.codec.encode = lambda images: (images, None)  # type: ignore[method-assign, union-attr]
+    pairs = (127.5 * (module._pairs(batch)["mean"].mean(dim=(1, 2, 3)) + 1)).round()
+    numbers = [int(caption.split()[1]) for caption in batch["captions"]]
+    sides = [(10 + i, 200 + i) if labels[i] else (200 + i, 10 + i) for i in numbers]
+    assert pairs.tolist() == [side[0] for side in sides] + [side[1] for side in sides]
 
 
 def test_batches_without_pairs_are_refused(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoder
 from lit_efficient.tasks.loading import load_latent_diffusion
 from tests import tiny_pipelines
 from tests.support import QUIET, assert_equal
+from tests.support_cli import export
 from tests.tasks.captioned_latents import collate
 from tests.tasks.test_exact_resume_of_tasks import SaveEverywhere
 from tests.tasks.test_image_conditions import CAPTION, batch_of, check_predictions, controlled, recorded, shaken
@@ -198,3 +199,32 @@ def test_recomputed_blocks_change_no_bit(tmp_path: Path) -> None:
     plain, _ = fit(tmp_path / "base", "controlnet")
     recomputed, _ = fit(tmp_path / "base", "controlnet", ActivationCheckpointing())
     assert_equal(plain.state_dict(), recomputed.state_dict())
+
+
+def test_adapters_of_kontext_load_into_its_pipeline(tmp_path: Path) -> None:
+    base = tiny_pipelines.written("flux", tmp_path / "base")
+    lora = LoRA(rank=2, targets=["to_q", "to_k", "to_v", "to_out.0"])
+    module, runner = fit(tmp_path / "base", "sequence", lora)
+    runner.save_checkpoint(tmp_path / "run.ckpt")
+    arguments = [str(tmp_path / "run.ckpt"), "--format", "peft", "--output", str(tmp_path / "made")]
+    assert export(arguments) == 0
+    pipeline = diffusers.FluxKontextPipeline(**base.components)
+    before = pipeline.transformer.proj_out.weight.clone()
+    pipeline.load_lora_weights(tmp_path / "made")
+    batch = batch_of()
+    steps = recorded(
+        pipeline,
+        lambda tokens: pipeline._unpack_latents(tokens, 64, 64, 8),
+        prompt=CAPTION,
+        image=batch["condition"] / 2 + 0.5,
+        guidance_scale=3.5,
+        height=64,
+        width=64,
+        max_area=64 * 64,
+        _auto_resize=False,
+    )
+    check_predictions(module.eval(), steps, batch, 1.0)
+    assert torch.equal(before, pipeline.transformer.proj_out.weight)
+    adapters = [p for name, p in pipeline.transformer.named_parameters() if "lora_B" in name]
+    assert adapters
+    assert all(p.any() for p in adapters)
