@@ -329,22 +329,22 @@ def test_random_masks_are_rectangles_and_ellipses_of_all_sizes() -> None:
         ("flux", {"kind": "controlnet"}, "kind must be one of sequence for FluxTransformer2DModel, got 'controlnet'"),
         ("sd15", {"kind": "sequence"}, "kind must be one of controlnet, inpaint for UNet2DConditionModel"),
         ("sd3", {"kind": "inpaint"}, "kind must be left out for SD3Transformer2DModel, which takes no image"),
-        ("sd15", {"kind": "inpaint", "masked_loss": False, "wide": 9}, "inpaint for this UNet2DConditionModel"),
+        ("sd15", {"wide": 9}, "inpaint for this UNet2DConditionModel"),
     ],
 )
 def test_images_that_a_network_does_not_take(
     family: str, arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     tiny_pipelines.written(family, tmp_path)
-    wide = arguments.pop("wide", None)
-    if wide:
-        fields = {**tiny_pipelines.CONDITIONED, "in_channels": wide}
-        module = LatentDiffusion(DiffusersModelConfig(config_fields=fields), samples=Samples(0))
+    given = dict(arguments)
+    spec = DiffusersModelConfig(str(tmp_path))
+    image = None
+    if "wide" in given:
+        spec = DiffusersModelConfig(config_fields={**tiny_pipelines.CONDITIONED, "in_channels": given["wide"]})
     else:
-        image = ImageCondition(**arguments)
-        module = LatentDiffusion(DiffusersModelConfig(str(tmp_path)), samples=Samples(0), image_condition=image)
+        image = ImageCondition(**given)
     with pytest.raises(ConfigurationError, match=message):
-        module.configure_model()
+        LatentDiffusion(spec, samples=Samples(0), image_condition=image).configure_model()
 
 
 def test_batches_without_the_images_are_refused(tmp_path: Path) -> None:
