@@ -40,7 +40,8 @@ def image_lines(batch: dict[str, Any], images: Any, tokenizers: list[tuple[Any, 
         key = (int(batch["index"][row]), int(batch["variant"][row]))
         yield f"=== row {row + 1} of the batch: image {key[0]}, variant {key[1]}"
         mirrored = ""
-        if isinstance(images.dataset, KeyedImageFiles):
+        # An image of a stream has no number among the files that are not streamed.
+        if isinstance(images.dataset, KeyedImageFiles) and key[0] < len(images.dataset):
             place, is_mirrored = images.dataset.source_of(key)
             yield f"file       {place}"
             mirrored = ", mirrored" if is_mirrored else ""

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 from PIL import Image
 
 from lit_efficient import CaptionRules, DiffusersModelConfig, ImageData, ImageSet, ImageView, TextEncoderConfig
 from lit_efficient.__main__ import main
 from lit_efficient.models.libraries.text_encoder import TextEncoder
+from tests.data.images.test_image_stream import tars
 from tests.data.test_image_sets import painted
 
 
@@ -73,3 +75,19 @@ def test_a_batch_of_images_is_shown_in_words_and_as_a_picture(tmp_path, monkeypa
     ((top, left),) = fitting
     strip = drawn[top : top + 64, left + 64 :, 0]
     assert any(np.abs(strip[:, at : at + 64] - mask).max() <= 1 for at in range(strip.shape[1] - 63))
+
+
+@pytest.mark.parametrize("validation", [{}, {"val": "val"}], ids=["alone", "with val"])
+def test_a_batch_of_a_stream(tmp_path, monkeypatch, capsys, validation):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "val"):
+        (tmp_path / name).mkdir()
+        tars(tmp_path / name)
+    images = {"train": "train", "val_fraction": 0.0, "batch_size": 2, "view": {"resolution": 16}} | validation
+    images["stream"] = {"enabled": True, "buffer": 4}
+    config = {"model": {"class_path": "Autoencoding"}, "data": {"class_path": "ImageData", "init_args": images}}
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["preview", "-c", "config.yaml", "--rows", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "caption    'picture " in said
+    assert "16 x 16 pixels from 0 down and 0 right, of an image of 16 x 16" in said
