@@ -15,7 +15,7 @@ from lit_efficient.commands.schema import schema
 from lit_efficient.files import configs
 from tests.json_schema import is_valid
 
-FREE = {"config_fields", "layers", "config"}  # mappings of any names
+FREE = {"config_fields", "layers", "config", "rates", "tokens"}  # mappings of any names
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ class Pictures(L.LightningDataModule):
 
     predict_dataloader = val_dataloader
 
-    def score_samples(self, images: Tensor, labels: Tensor | None) -> dict[str, float]:
+    def score_samples(self, images: Tensor, labels: Tensor | None, captions: Any = None) -> dict[str, float]:
         self.judged.append(tuple(images.shape))
         return {"brightness": float(images.mean())}
 
