@@ -137,6 +137,10 @@ def _repa(**arguments: Any) -> list[Any]:
     return [le.HiddenAlignment(2, "data.judge", r"body\.5", hidden=64, **arguments)]
 
 
+def _layersync() -> list[Any]:
+    return [le.HiddenAlignment(1, 3, weight=0.2, projection="none")]
+
+
 def _everywhere(task: str) -> list[Arm]:
     """What is for any training."""
     return [
@@ -174,6 +178,7 @@ ARMS = [
     Arm("digits", "HiddenAlignment REPA", _repa),
     Arm("digits", "HiddenAlignment iREPA", partial(_repa, **_IREPA)),
     Arm("digits", "HiddenAlignment REG", partial(_repa, head=le.AlignmentHead(class_layer="")), settings=_REG),
+    Arm("digits", "HiddenAlignment LayerSync", _layersync),
     Arm("digits", "HiddenAlignment until half", partial(_repa, stop_at=160)),
     Arm("digits", "HiddenAlignment until conflict", partial(_repa, stop_at=le.GradientConflict(every=10))),
     *(Arm("digits", f"SNRWeighting {rule}", lambda rule=rule: [le.SNRWeighting(rule)]) for rule in RULES),
@@ -181,6 +186,7 @@ ARMS = [
     Arm("photos", BASELINE),
     *(Arm("photos", f"TokenRouting {said}", lambda how=how: [le.TokenRouting(0.5, **how)]) for said, how in _ROUTED),
     Arm("photos", "ContrastiveFlowMatching", lambda: [le.ContrastiveFlowMatching()]),
+    Arm("photos", "HiddenAlignment LayerSync", _layersync),
     Arm("photos", "ResolutionRamp", lambda: [le.ResolutionRamp(0.5, 0.3, multiple_of=2)]),
     Arm("python", BASELINE),
     *_everywhere("python"),
