@@ -208,16 +208,18 @@ def verdict(estimate: Estimate | None) -> str:
 def _shown(estimate: Estimate | None) -> tuple[str, str]:
     if estimate is None:
         return "1", "-"
-    p = "-" if estimate.p is None else f"{estimate.p:.3f}"
+    p = "-"
+    if estimate.p is not None:
+        p = f"{estimate.p:.3f}" if estimate.p >= 0.001 else "< 0.001"
     return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})", p
 
 
 def lines(found: Mapping[tuple[str, str, int], tuple[float, Estimate | None]]) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield f"{'task':7} {'arm':24} {'steps':>5} {'distance':>9}  {'ratio':22} {'p':>6}  verdict"
+    yield f"{'task':7} {'arm':24} {'steps':>5} {'distance':>9}  {'ratio':22} {'p':>7}  verdict"
     for (task, name, steps), (mean, one) in found.items():
         ratio, p = _shown(one)
-        yield f"{task:7} {name:24} {steps:5} {mean:9.3f}  {ratio:22} {p:>6}  {verdict(one)}"
+        yield f"{task:7} {name:24} {steps:5} {mean:9.3f}  {ratio:22} {p:>7}  {verdict(one)}"
 
 
 # Where it is kept ---------------------------------------------------------------------------------------------------
