@@ -4,16 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import lightning.pytorch as L
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lit_efficient import LatentDiffusion, LoRA
+from lit_efficient import ExactResume, LatentDiffusion, LoRA
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.tasks.latent_conditions import TextTraining
 from lit_efficient.tasks.latent_source import draw_latents
 from lit_efficient.tasks.loading import load_latent_diffusion
+from tests.support import QUIET
 from tests.support_cli import export
 from tests.tasks.test_text_training import TARGETS, data, embedded, fitted, model
 from tests.tiny_pipelines import written
@@ -200,3 +202,28 @@ def built(folder: Path, training: TextTraining) -> LatentDiffusion:
     module.text_encoder = data(folder).text_encoder
     module.configure_model()
     return module
+
+
+class SaveAtTwo(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2 and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_pivotal_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
+    written("sd15", tmp_path)
+    training = TextTraining(tokens={"<dog>": "cat", "<art>": None}, until=0.75)
+    ends = []
+    for path in (None, tmp_path / "two.ckpt"):
+        module = model(tmp_path, training)
+        callbacks = [LoRA(rank=2, targets=TARGETS), ExactResume(), SaveAtTwo(tmp_path / "two.ckpt")]
+        torch.manual_seed(0 if path is None else 7)
+        trainer = L.Trainer(callbacks=callbacks, max_steps=5, **QUIET)
+        trainer.fit(module, worded(tmp_path), ckpt_path=path, weights_only=True)
+        assert trainer.global_step == 5
+        ends.append({name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad})
+    assert any("added_rows" in name for name in ends[0])
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
