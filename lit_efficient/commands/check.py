@@ -136,8 +136,8 @@ class _Rehearsal:
         begin_fit(self.trainer, self.module, self.data)
         self._prepare_data()
         self._set_up()
-        self._build_network()
-        self._build_optimizers()
+        if self._build_network():
+            self._build_optimizers()
         return [*self.left, "the first step: its values, memory and time"]
 
     def _retried(self, size: Callable[[], int] = lambda: 0) -> contextlib.AbstractContextManager[None]:
@@ -183,7 +183,8 @@ class _Rehearsal:
         if self.trainer.world_size > 1:
             self.left.append(f"the {self.trainer.world_size} processes: the check is one process")
 
-    def _build_network(self) -> None:
+    def _build_network(self) -> bool:
+        """Build the network and apply the techniques. Return False if the data decides on a part of the network."""
         import torch
 
         from lit_efficient.declaration import Phase, techniques_of
@@ -203,6 +204,10 @@ class _Rehearsal:
         retried = self._retried(lambda: named + self._size())
         with _retried_with_data(self.may_lack_data), retried, torch.device(self.device):
             type(module).configure_model(module)
+        if getattr(module, "awaits_data", False):
+            kind = type(module).__name__
+            self.left.append(f"the techniques: {kind} builds a part of its network from the data (use --with_data)")
+            return False
         size = self._size()
         quantises = any(technique.phase is Phase.QUANTIZE for technique in techniques_of(self.trainer))
         # Quantising a large network would need all of its memory. It is treated as a network whose weights are read
@@ -220,6 +225,7 @@ class _Rehearsal:
             self.trainer.precision_plugin.convert_module(module)
         if hasattr(strategy, "check_network"):
             strategy.check_network(module, self.trainer.world_size)
+        return True
 
     def _build_optimizers(self) -> None:
         from lit_efficient.application import find_optimizers

@@ -212,7 +212,7 @@ def alphas_cumprod(process: DiffusionProcess) -> Tensor:
         ConfigurationError: For flow and edm.
     """
     if process.schedule == "cosine":
-        times = torch.arange(1, STEPS + 1, dtype=torch.float64) / STEPS
+        times = torch.arange(1, STEPS + 1, dtype=torch.float64, device="cpu") / STEPS
         return process.alpha_sigma(times)[0].square()
     if process.schedule not in TABLES:
         raise ConfigurationError(f"alphas_cumprod: schedule {process.schedule!r} is not variance-preserving")
@@ -224,14 +224,15 @@ def alphas_cumprod(process: DiffusionProcess) -> Tensor:
 
 
 def _betas(process: DiffusionProcess) -> Tensor:
+    """Return the table of betas on the CPU, also where a network is built on the meta device."""
     if process.schedule == "squared_cosine":
-        times = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
+        times = torch.arange(STEPS + 1, dtype=torch.float64, device="cpu") / STEPS
         level = ((times + 0.008) / 1.008 * (math.pi / 2)).cos().square()
         return (1.0 - level[1:] / level[:-1]).clamp(max=0.999)
     first, last = process.betas_range
     if process.schedule == "linear":
-        return torch.linspace(first, last, STEPS, dtype=torch.float64)
-    return torch.linspace(first**0.5, last**0.5, STEPS, dtype=torch.float64).square()
+        return torch.linspace(first, last, STEPS, dtype=torch.float64, device="cpu")
+    return torch.linspace(first**0.5, last**0.5, STEPS, dtype=torch.float64, device="cpu").square()
 
 
 @lru_cache(maxsize=32)
@@ -240,4 +241,8 @@ def _angles(process: DiffusionProcess, device: torch.device, dtype: torch.dtype)
     with torch.inference_mode(False):  # the cached tensor is also used in training
         alpha_squared = alphas_cumprod(process)
         angle = torch.atan2((1.0 - alpha_squared).sqrt(), alpha_squared.sqrt())
-        return torch.cat([torch.zeros(1, dtype=torch.float64), angle]).to(dtype).to(device, non_blocking=True)
+        return (
+            torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), angle])
+            .to(dtype)
+            .to(device, non_blocking=True)
+        )

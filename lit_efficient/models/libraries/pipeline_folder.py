@@ -131,7 +131,9 @@ def read_meaning(name_or_path: str, subfolder: str = "", revision: str | None = 
         )
     vae = _read(root, _VAE, revision)
     pipeline = str((index or {}).get("_class_name") or "")
-    prediction, process = _target(root, fields)
+    with torch.device("cpu"):  # `plan` builds the module on the meta device, which has no values to compare
+        prediction, process = _target(root, fields)
+        shift = _shift(fields)
     zeros = bool((index or {}).get("force_zeros_for_empty_prompt"))
     return PipelineMeaning(
         source=root,
@@ -139,7 +141,7 @@ def read_meaning(name_or_path: str, subfolder: str = "", revision: str | None = 
         scheduler_fields=fields,
         prediction=prediction,
         process=process,
-        shift=_shift(fields),
+        shift=shift,
         empty_caption="zeros" if zeros else "encoded",
         scaling=None if vae is None else declared_scaling(vae),
         text=text_kind(index or {}),
