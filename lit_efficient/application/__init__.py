@@ -97,7 +97,8 @@ def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) ->
             _check_order(record, done)
             _check_sharding(technique, module)
             report = technique.transform(module).checked(record["name"])
-            done.append(Entry(record, report, type(technique)))
+            # A file that a technique has read may have given it further arguments.
+            done.append(Entry(technique.record(), report, type(technique)))
         elif earlier["arguments"] != record["arguments"]:
             changes = differences(earlier["arguments"], record["arguments"])
             raise ConfigurationError(

@@ -49,7 +49,7 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     learned_tokens,
     scale_of,
 )
-from lit_efficient.mechanisms.adapters.peft_folder import placement, read_adapter, start_adapters
+from lit_efficient.mechanisms.adapters.peft_folder import adapter_in, placement, read_adapter, start_adapters
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, mix_adapters, rest_beside
 from lit_efficient.mechanisms.adapters.targets import (
@@ -103,9 +103,10 @@ class LoRA(AdapterTechnique):
             the trained adapter, which is called ``default``; ``adapters_by_row`` chooses one for each row of a batch.
             Only for the variants lora and rslora.
         start_from: Folder of an adapter, saved by peft or by ``export --format peft``, from which training starts; or
-            file or folder of a LoRA of diffusers, or of kohya's scripts for a UNet.
-            rank, alpha, targets, dropout, variant, bias, modules_to_save and trainable_token_indices are read from the
-            folder. If one of them is also given, it must be the same.
+            file or folder of a LoRA of diffusers, kohya's scripts, ComfyUI, ai-toolkit or LyCORIS for a network of
+            diffusers, whose layers may have several ranks (training then has the largest). rank, alpha, targets,
+            dropout, variant, bias, modules_to_save and trainable_token_indices are read from it. If one of them is
+            also given, it must be the same.
 
     Raises:
         ConfigurationError: For an argument out of range, and for a pattern that matches no layer. The message lists
@@ -205,6 +206,13 @@ class LoRA(AdapterTechnique):
     def transform(self, module: nn.Module) -> Report:
         if any(kind.__name__ == "LoraLayer" for part in module.modules() for kind in type(part).__mro__):
             raise ConfigurationError("LoRA: the model already has layers of peft's LoRA. Merge them, or leave out LoRA")
+        start: dict[str, Tensor] = {}
+        if self.start_from is not None:
+            layers, start = adapter_in(
+                self.start_from, module, self.rank, scale_of(self.variant, self.alpha, self.rank)
+            )
+            if self.targets == ALL_LINEAR:
+                self.targets = layers
         saved: list[tuple[str, nn.Module]] = []
         if self.modules_to_save:
             saved = match_modules(module, self.modules_to_save, who="LoRA: modules_to_save")
@@ -253,11 +261,14 @@ class LoRA(AdapterTechnique):
                 if isinstance(bias, nn.Parameter):
                     trained.append(bias)
         if self.start_from is not None:
-            start_adapters(module, read_adapter(self.start_from)[1], trained, self.start_from)
+            start_adapters(module, start, trained, self.start_from)
         for name, folder in (self.beside or {}).items():
-            # Without a folder the tensors come from the checkpoint that is being resumed.
-            tensors = read_adapter(folder)[1] if isinstance(folder, str) else None
-            rest_beside(module, name, self._fields_beside[name], tensors)
+            fields = self._fields_beside[name]
+            tensors = None  # those of the checkpoint that is being resumed
+            if isinstance(folder, str):
+                scale = scale_of(fields["variant"], fields["alpha"], fields["rank"])
+                fields["targets"], tensors = adapter_in(folder, module, fields["rank"], scale)
+            rest_beside(module, name, fields, tensors)
         left = frozen_new_rows(module, trained)
         if left and self.trainable_token_indices is None:
             raise ConfigurationError(

@@ -45,8 +45,9 @@ from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.internals.hugging_face import bars_on_terminals, generation_json, stopping_at
 from lit_efficient.mechanisms.adapters.added_rows import without_added_rows
-from lit_efficient.mechanisms.adapters.diffusers_lora import places_of, write_diffusers_lora, write_several
+from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora, write_kohya, write_several
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
+from lit_efficient.mechanisms.adapters.lora_files import places_of
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_saved import peft_files, write_peft_folder
@@ -80,8 +81,8 @@ def export_checkpoint(
         path: A Lightning checkpoint.
         output: A new or empty folder.
         format: ``peft``: the adapter for ``PeftModel.from_pretrained``; for a network of diffusers also for
-            ``pipeline.load_lora_weights(folder)``, and for a UNet in kohya's format; new words of ``text_training`` for
-            ``pipeline.load_textual_inversion``. ``merged``: a folder for
+            ``pipeline.load_lora_weights(folder)``, and in kohya's format, which ComfyUI reads; new words of
+            ``text_training`` for ``pipeline.load_textual_inversion``. ``merged``: a folder for
             ``AutoModelForCausalLM.from_pretrained`` (of images and text: ``AutoModelForImageTextToText``), with or
             without adapters in the checkpoint; checkpoints of ``LanguageModeling`` add their tokenizer or processor.
             ``gguf``: the merged model with its tokenizer as one file for llama.cpp. ``safetensors``:
@@ -690,3 +691,5 @@ def _write_peft(folder: Path, tensors: Mapping[str, Tensor], config: Fields, par
         write_several(folder, tensors, config, parts)
     else:
         write_diffusers_lora(folder, tensors, config)
+    if parts:
+        write_kohya(folder, tensors, config, parts)

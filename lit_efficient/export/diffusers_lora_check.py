@@ -7,7 +7,6 @@ a pipeline with these networks; ``load_lora_adapter`` of the network if no pipel
 """
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.internals.hugging_face import from_config
-from lit_efficient.mechanisms.adapters.diffusers_lora import places_of
+from lit_efficient.mechanisms.adapters.diffusers_lora import skeleton
+from lit_efficient.mechanisms.adapters.lora_files import places_of
 from lit_efficient.mechanisms.adapters.low_rank import scale_of
 
 _Part = Mapping[str, Any]  # see `peft_folder.placement`
@@ -47,7 +46,8 @@ def updates_of(
 def loaded_updates(folder: Path, parts: Sequence[_Part]) -> tuple[dict[str, Tensor], str]:
     """Return the updates as diffusers or peft loads them from a folder, and the name of the loader."""
     places = places_of(parts)
-    networks = {places[part["name"]]: _built(part) for part in parts}
+    # Pages that nobody writes take no memory.
+    networks = {places[part["name"]]: skeleton(part).to_empty(device="cpu") for part in parts}
     loader = _load(folder, networks)
     found = {}
     for place, network in networks.items():
@@ -68,21 +68,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     a = a.flatten(1).float()
     x = torch.randn(a.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
     return b.flatten(1).float() @ (a @ x)
-
-
-def _built(part: _Part) -> Any:
-    import diffusers
-    import transformers
-
-    config = json.loads(part["config"])
-    network: Any
-    with torch.device("meta"):
-        if part["library"] == "diffusers":
-            network = getattr(diffusers, part["class"]).from_config(config)
-        else:
-            kind = getattr(transformers, part["class"])
-            network = from_config(kind, kind.config_class(**config))
-    return network.to_empty(device="cpu")  # pages that nobody writes take no memory
 
 
 def _load(folder: Path, networks: dict[str, Any]) -> str:

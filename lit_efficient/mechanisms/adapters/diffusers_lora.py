@@ -2,61 +2,36 @@
 
     pytorch_lora_weights.safetensors    unet.NAME.lora_A.weight, transformer.NAME...,        pipeline.load_lora_weights
                                         text_encoder.NAME..., text_encoder_2.NAME...
-    kohya.safetensors                   lora_unet_NAME.lora_down.weight, .lora_up.weight, .alpha   (of a UNet)
-                                        lora_te_NAME..., in SDXL lora_te1_NAME..., lora_te2_NAME...
+    kohya.safetensors                   lora_unet_NAME.lora_down.weight, .lora_up.weight, .alpha, .dora_scale
+                                        lora_te1_NAME..., lora_te2_NAME...
 
-Adapters of denoising transformers are written in the first format only, because kohya's names refer to another
-implementation with other layers. Layers of CLIP are named as in published files, below ``text_model``.
+The second format has the names of diffusers for Stable Diffusion 1 and 2, and those of the authors for SDXL, SD3 and
+Flux, as kohya's scripts write them and ComfyUI reads them. Layers that the authors stack (q, k and v) get the factors
+of all parts in one A, and blocks in B.
 Source: the loaders of diffusers; https://github.com/kohya-ss/sd-scripts.
 """
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import Fields
 from lit_efficient.files.tensors import save_tensors
-from lit_efficient.mechanisms.adapters.peft_folder import LORA_FILE
+from lit_efficient.internals.hugging_face import from_config
+from lit_efficient.mechanisms.adapters.lora_files import LORA_FILE, places_of
+from lit_efficient.models.libraries.original_names import OriginalLayer, original_layers
 
 KOHYA_FILE = "kohya.safetensors"
 _PEFT = "base_model.model."
-_KOHYA = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight", "lora_magnitude_vector": "dora_scale"}
-
-
-def places_of(networks: Sequence[Fields]) -> dict[str, str]:
-    """Return the places of networks in a pipeline of diffusers: ``unet`` or ``transformer``, and ``text_encoder``, ...
-
-    Text encoders are found by their names, else by their order, with those of a projection last, as in SDXL.
-
-    Args:
-        networks: As of :func:`~lit_efficient.mechanisms.adapters.peft_folder.placement`.
-
-    Returns:
-        The places by the names of the networks.
-
-    Raises:
-        ConfigurationError: If a pipeline cannot have these networks.
-    """
-    denoisers = [part for part in networks if part["library"] == "diffusers"]
-    if len(denoisers) != 1:
-        raise ConfigurationError(
-            "export: pipelines of diffusers load adapters of one denoiser and its text encoders, but the checkpoint "
-            f"has adapters in {', '.join(part['class'] for part in networks)}: use format safetensors"
-        )
-    places = {}
-    for part in denoisers:
-        places[part["name"]] = "unet" if part["class"].startswith("UNet") else "transformer"
-    encoders = [part for part in networks if part["library"] != "diffusers"]
-    lasts = [part["name"].rpartition(".")[2] for part in encoders]
-    if not all(re.fullmatch(r"text_encoder(_[2-9])?", last) for last in lasts) or len({*lasts}) < len(lasts):
-        encoders.sort(key=lambda part: part["class"].endswith("WithProjection"))
-        lasts = ["text_encoder", *(f"text_encoder_{number}" for number in range(2, len(encoders) + 1))]
-    return places | {part["name"]: last for part, last in zip(encoders, lasts)}
+_DOWN = "lora_down.weight"
+_UP = "lora_up.weight"
+_KOHYA = {"lora_A": _DOWN, "lora_B": _UP, "lora_magnitude_vector": "dora_scale"}
 
 
 def write_several(
@@ -71,7 +46,6 @@ def write_several(
         networks: As in :func:`places_of`.
     """
     named: dict[str, Tensor] = {}
-    kohya: dict[str, Tensor] = {}
     header: dict[str, object] = {}
     places = places_of(networks)
     for part in networks:
@@ -86,11 +60,8 @@ def write_several(
             if part["library"] == "transformers" and name.endswith("lora_magnitude_vector"):
                 key += ".weight"  # transformers reads peft's present name
             named[key] = tensor
-        kohya |= to_kohya(own, config, _kohya_prefix(place, networks))
         header |= {f"{place}.{key}": value for key, value in {**config, "target_modules": part["targets"]}.items()}
     save_tensors(folder / LORA_FILE, named, format="pt", lora_adapter_metadata=json.dumps(header))
-    if "unet" in places.values():
-        save_tensors(folder / KOHYA_FILE, kohya, format="pt")
 
 
 def _published(name: str, part: Fields) -> str:
@@ -100,23 +71,10 @@ def _published(name: str, part: Fields) -> str:
     return name
 
 
-def _kohya_prefix(place: str, networks: Sequence[Fields]) -> str:
-    """Return what kohya's scripts write before the names of layers of a network."""
-    if place == "unet":
-        return "lora_unet_"
-    unets = [json.loads(part["config"]) for part in networks if part["class"].startswith("UNet")]
-    number = place.rpartition("_")[2]
-    if number.isdigit():
-        return f"lora_te{number}_"
-    if any(config.get("addition_embed_type") == "text_time" for config in unets):
-        return "lora_te1_"
-    return "lora_te_"
-
-
 def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Fields) -> None:
-    """Write the factors of a peft adapter in both formats to a folder, if it belongs to a diffusers model.
+    """Write the factors of a peft adapter for ``load_lora_weights`` to a folder, if it belongs to a diffusers model.
 
-    The formats contain only factors. Other trained tensors are in peft's own file only.
+    The format contains only factors. Other trained tensors are in peft's own file only.
 
     Args:
         folder: The folder, which also contains peft's files.
@@ -133,25 +91,139 @@ def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Fi
     header = json.dumps({f"{place}.{key}": value for key, value in config.items()})
     named = {f"{place}.{name}": tensor for name, tensor in own.items()}
     save_tensors(folder / LORA_FILE, named, format="pt", lora_adapter_metadata=header)
-    if place == "unet":
-        save_tensors(folder / KOHYA_FILE, to_kohya(own, config), format="pt")
 
 
-def to_kohya(tensors: Mapping[str, Tensor], config: Fields, prefix: str = "lora_unet_") -> dict[str, Tensor]:
+def write_kohya(folder: Path, tensors: Mapping[str, Tensor], config: Fields, networks: Sequence[Fields]) -> None:
+    """Write the factors in kohya's format to a folder.
+
+    Args:
+        folder: The folder.
+        tensors: Tensors of peft's file by name.
+        config: Configuration of peft.
+        networks: As in :func:`places_of`; one without a name if the tensors have no prefix.
+    """
+    named: dict[str, Tensor] = {}
+    for part in networks:
+        prefix = _PEFT
+        if len(networks) > 1:
+            prefix += f"{part['name']}."
+        own = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+        try:
+            named |= to_kohya({name: one for name, one in own.items() if ".lora_" in name}, config, part, networks)
+        except ConfigurationError as error:
+            rank_zero_warn(f"{KOHYA_FILE} is not written: {error}")
+            return
+    if named:
+        save_tensors(folder / KOHYA_FILE, named, format="pt")
+
+
+def to_kohya(
+    tensors: Mapping[str, Tensor], config: Fields, part: Fields, networks: Sequence[Fields] = ()
+) -> dict[str, Tensor]:
     """Return the factors of a network's layers by kohya's names, with an ``alpha`` for each layer.
 
     Args:
         tensors: Factors by peft's names, without its prefix.
         config: Configuration of peft.
-        prefix: What kohya's scripts write before the name of a layer.
+        part: Description of the network, as in :func:`places_of`.
+        networks: All networks of the adapter.
+
+    Raises:
+        ConfigurationError: For DoRA in a part of the layers that the authors stack: the magnitudes of the other parts
+            are those of the base, which is not here.
     """
-    alpha = config["lora_alpha"]
-    if config["use_rslora"]:
-        alpha *= config["r"] ** 0.5  # kohya's scale is alpha / r, that of rsLoRA alpha / sqrt(r)
-    found: dict[str, Tensor] = {}
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+    layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, factor = name.partition(".lora_")
-        key = prefix + layer.replace(".", "_")
-        found[f"{key}.{_KOHYA[f'lora_{factor}']}"] = tensor
-        found[f"{key}.alpha"] = torch.tensor(float(alpha))
+        layers.setdefault(layer, {})[_KOHYA[f"lora_{factor.removesuffix('.weight')}"]] = tensor
+    network = skeleton(part)
+    prefix = _kohya_prefix(part, networks or [part])
+    found: dict[str, Tensor] = {}
+    for original in _kohya_layers(network, part, layers):
+        own = [layers.get(name) for name in original.parts]
+        rows = [len(network.get_submodule(name).weight) for name in original.parts]
+        key = prefix + original.name.replace(".", "_")
+        factors = _stacked(own, rows)
+        if any(one is not None and "dora_scale" in one for one in own) and any(one is None for one in own):
+            raise ConfigurationError(
+                f"kohya's format has one layer {original.name} for {', '.join(original.parts)}, and DoRA "
+                "adapts only some of them. Name all in targets"
+            )
+        if original.swapped:
+            factors = {name: one if name == _DOWN else torch.cat(one.chunk(2)[::-1]) for name, one in factors.items()}
+        found |= {f"{key}.{name}": one.contiguous() for name, one in factors.items()}
+        found[f"{key}.alpha"] = torch.tensor(float(scale * len(factors[_DOWN])))
     return found
+
+
+def _kohya_layers(network: Any, part: Fields, layers: Collection[str]) -> Iterator[OriginalLayer]:
+    """Yield the layers of kohya's format that the adapted layers belong to."""
+    originals = []
+    if part["class"] != "UNet2DConditionModel" or getattr(network.config, "addition_embed_type", None) == "text_time":
+        originals = original_layers(network)
+    left = set(layers)
+    for original in originals:
+        if left & set(original.parts):
+            left -= set(original.parts)
+            yield original
+    for name in layers:
+        if name in left:
+            text = part["library"] == "transformers" and part["class"].startswith("CLIP")
+            yield OriginalLayer(f"text_model.{name.removeprefix('text_model.')}" if text else name, (name,))
+
+
+def _kohya_prefix(part: Fields, networks: Sequence[Fields]) -> str:
+    place = places_of(networks)[part["name"]]
+    if place in ("unet", "transformer"):
+        return "lora_unet_"
+    denoiser = next(one for one in networks if one["library"] == "diffusers")
+    if part["class"].startswith("T5"):
+        return "lora_te3_"
+    if place == "text_encoder" and denoiser["class"] == "UNet2DConditionModel" and not _has_two(denoiser):
+        return "lora_te_"
+    return "lora_te2_" if place == "text_encoder_2" else "lora_te1_"
+
+
+def _has_two(unet: Fields) -> bool:
+    """Return whether a UNet's pipeline has two text encoders, as SDXL."""
+    return json.loads(unet["config"]).get("addition_embed_type") == "text_time"
+
+
+def _stacked(parts: Sequence[Mapping[str, Tensor] | None], rows: Sequence[int]) -> dict[str, Tensor]:
+    """Return the factors of stacked layers: one A, and B in blocks; parts without an adapter have zeros."""
+    if len(parts) == 1 and parts[0] is not None:
+        own = dict(parts[0])
+        if "dora_scale" in own:
+            own["dora_scale"] = own["dora_scale"].reshape(-1, *[1] * (own[_DOWN].ndim - 1))
+        return own
+    ups = []
+    downs = []
+    magnitudes = []
+    for part, count in zip(parts, rows):
+        if part is None:
+            ups.append(torch.zeros(count, 0))
+        else:
+            ups.append(part[_UP])
+            downs.append(part[_DOWN])
+            magnitudes += [part["dora_scale"].reshape(-1, 1)] if "dora_scale" in part else []
+    factors = {_DOWN: torch.cat(downs), _UP: torch.block_diag(*ups)}
+    if magnitudes:
+        factors["dora_scale"] = torch.cat(magnitudes)
+    return factors
+
+
+def skeleton(part: Fields) -> Any:
+    """Return a network without memory for its weights."""
+    import diffusers
+    import transformers
+
+    config = json.loads(part["config"])
+    network: Any
+    with torch.device("meta"):
+        if part["library"] == "diffusers":
+            network = getattr(diffusers, part["class"]).from_config(config)
+        else:
+            kind = getattr(transformers, part["class"])
+            network = from_config(kind, kind.config_class(**config))
+    return network

@@ -10,15 +10,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.errors import CheckpointError, ConfigurationError, check_installed
+from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.sums import check_sums
-from lit_efficient.files.tensors import load_tensors, map_tensors
+from lit_efficient.files.tensors import load_tensors
 from lit_efficient.internals.hugging_face import generation_json
 from lit_efficient.internals.torch_modules import BatchNorm
 from lit_efficient.mechanisms.adapters.base import trained_names
@@ -28,7 +27,6 @@ from lit_efficient.mechanisms.adapters.quantized import is_conv1d
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS, TrainedRows
 from lit_efficient.surgery import unmixed
 
-LORA_FILE = "pytorch_lora_weights.safetensors"  # name of the file that pipelines of diffusers save and load
 _OURS = {  # ends of peft's tensor names, and the corresponding names of this package
     ".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B",
     ".lora_embedding_A": "lora_A", ".lora_embedding_B": "lora_B",
@@ -40,10 +38,11 @@ _UNSUPPORTED = ("use_qalora", "alora_invocation_tokens", "arrow_config", "layer_
 
 
 def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a folder that peft has saved, or a LoRA of diffusers or of kohya's scripts, as a folder or a file.
+    """Read a folder that peft has saved, or a LoRA of an image program, as a folder or a file.
 
     Returns:
-        Arguments of LoRA, and the tensors by this package's names in the adapted model.
+        Arguments of LoRA, and the tensors by this package's names in the adapted model. The layers of a file of an
+        image program are known only with the network (:func:`adapter_in`): ``targets`` and the tensors are missing.
 
     Raises:
         CheckpointError: If a file is missing or damaged.
@@ -51,15 +50,16 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     place = Path(folder)
     check_sums(place)
-    file = _pipeline_file(place)
+    from lit_efficient.mechanisms.adapters.lora_files import pipeline_file, read_lora_file  # only these files need it
+
+    file = pipeline_file(place)
     if file is not None:
-        config, found = _read_pipeline_lora(file)
-    else:
-        try:
-            config = json.loads((place / "adapter_config.json").read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{place / 'adapter_config.json'} cannot be read: {error}") from error
-        found = load_tensors(place / "adapter_model.safetensors")
+        return read_lora_file(file).fields(), {}
+    try:
+        config = json.loads((place / "adapter_config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{place / 'adapter_config.json'} cannot be read: {error}") from error
+    found = load_tensors(place / "adapter_model.safetensors")
     if config.get("peft_type") != "LORA":
         raise ConfigurationError(
             f"LoRA: start_from={folder} has peft_type {config.get('peft_type')}, not LORA. Use PeftAdapter for others"
@@ -97,58 +97,27 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     }, tensors
 
 
-def _pipeline_file(place: Path) -> Path | None:
-    """Return the file of a LoRA of diffusers or of kohya's scripts, which is given itself or is in a folder."""
-    if place.is_file():
-        return place
-    if (place / "adapter_config.json").is_file() or not place.is_dir():
-        return None
-    files = sorted(place.glob("*.safetensors"))
-    return next((file for file in files if file.name == LORA_FILE), files[0] if len(files) == 1 else None)
+def adapter_in(folder: str, module: nn.Module, rank: int, scale: float) -> tuple[list[str], dict[str, Tensor]]:
+    """Return the patterns of the layers of an adapter, and its tensors by this package's names in a module.
 
-
-def _read_pipeline_lora(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the configuration of peft, and the tensors by peft's names, of a LoRA that a pipeline of diffusers loads.
-
-    diffusers writes ``unet.NAME.lora_A.weight`` with peft's configuration in the header; earlier versions
-    ``unet.NAME.lora.down.weight``. kohya's scripts write ``lora_unet_NAME.lora_down.weight`` and ``.alpha``.
+    Args:
+        folder: Folder or file, as in :func:`read_adapter`.
+        module: The module.
+        rank: Rank of the adapters that the tensors are for.
+        scale: Factor of B A of these adapters.
 
     Raises:
-        ConfigurationError: If the file holds adapters of several networks, or of different scales.
+        ConfigurationError: If an image program's file belongs to another network.
     """
-    advice = (
-        "Merge it and train a new adapter: pipeline.load_lora_weights(FILE); pipeline.fuse_lora(); "
-        "pipeline.unload_lora_weights(); pipeline.save_pretrained(FOLDER)"
-    )
-    found = load_tensors(file)
-    header = json.loads((map_tensors(file).metadata() or {}).get("lora_adapter_metadata", "{}"))
-    alphas: dict[str, Any] = {}
-    check_installed(f"LoRA: start_from={file}", "diffusers")
-    from diffusers.loaders import StableDiffusionXLLoraLoaderMixin
-    from diffusers.utils import convert_unet_state_dict_to_peft
+    from lit_efficient.mechanisms.adapters.lora_files import pipeline_file, placed_factors, read_lora_file
 
-    if any(name.startswith(("lora_unet_", "lora_te")) for name in found):
-        try:
-            # SDXL has two layers in a block; other networks do not have the names that need the number.
-            two = SimpleNamespace(layers_per_block=2)
-            found, alphas = StableDiffusionXLLoraLoaderMixin.lora_state_dict(found, unet_config=two)
-        except Exception as error:  # each kind of foreign names fails in its own way
-            raise ConfigurationError(f"LoRA: start_from={file} cannot be converted: {error}. {advice}") from error
-    networks = sorted({name.partition(".")[0] for name in found})
-    if len(networks) != 1 or networks[0] not in ("unet", "transformer"):
-        raise ConfigurationError(
-            f"LoRA: start_from={file} holds adapters of {', '.join(networks)}, and one network trains. {advice}"
-        )
-    scales = {float(value) for value in alphas.values()}
-    if len(scales) > 1:
-        raise ConfigurationError(f"LoRA: start_from={file} has {len(scales)} values of alpha. {advice}")
-    tensors = {name.removeprefix(f"{networks[0]}."): tensor for name, tensor in found.items()}
-    if not all(".lora_A." in name or ".lora_B." in name for name in tensors):
-        tensors = convert_unet_state_dict_to_peft(tensors)
-    config = {key.removeprefix(f"{networks[0]}."): value for key, value in header.items()}
-    rank = next((len(tensor) for name, tensor in tensors.items() if name.endswith(".lora_A.weight")), 0)
-    usual = {"peft_type": "LORA", "r": rank, "lora_alpha": scales.pop() if scales else rank, "bias": "none"}
-    return usual | config, tensors
+    file = pipeline_file(Path(folder))
+    if file is None:
+        fields, tensors = read_adapter(folder)
+        return fields["targets"], tensors
+    tensors = placed_factors(read_lora_file(file), module, rank, scale)
+    layers = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
+    return [re.escape(name) for name in layers], tensors
 
 
 def _row_ids(given: list[int] | dict[str, list[int]] | None, folder: str) -> list[int] | None:

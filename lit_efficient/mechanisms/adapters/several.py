@@ -41,7 +41,7 @@ def check_fields(name: str, fields: Mapping[str, object]) -> dict[str, object]:
                 f"LoRA: the adapter {name!r} has {key}={fields[key]!r}, which changes the base for all adapters. Merge "
                 "this adapter into the base"
             )
-    return {key: fields[key] for key in FIELDS}
+    return {key: fields.get(key) for key in FIELDS}
 
 
 @torch.no_grad()

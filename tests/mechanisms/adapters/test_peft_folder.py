@@ -172,7 +172,9 @@ def test_a_lora_of_diffusers_or_kohya_is_a_start(kind: str, tmp_path: Path) -> N
             name.replace("lora_A", "lora.down").replace("lora_B", "lora.up"): one for name, one in factors.items()
         }
     if kind == "kohya":
-        save_file(to_kohya(factors, {"lora_alpha": 6, "use_rslora": False, "r": 3}), tmp_path / "kohya.safetensors")
+        part = {"name": "", "library": "diffusers", "class": type(base).__name__, "config": base.to_json_string()}
+        config = {"lora_alpha": 6, "use_rslora": False, "r": 3}
+        save_file(to_kohya(factors, config, part), tmp_path / "kohya.safetensors")
     else:
         diffusers.StableDiffusionPipeline.save_lora_weights(
             tmp_path, unet_lora_layers=factors, unet_lora_adapter_metadata=metadata
@@ -185,13 +187,6 @@ def test_a_lora_of_diffusers_or_kohya_is_a_start(kind: str, tmp_path: Path) -> N
         assert (technique.rank, technique.alpha) == (3, 3 if kind == "earlier diffusers" else 6)
         assert torch.allclose(predicted(module.unet), predicted(theirs), atol=1e-6)
     assert not torch.allclose(predicted(base), predicted(theirs), atol=1e-3)
-
-
-def test_a_lora_of_several_networks_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    names = ("unet.mid.to_q.lora_A.weight", "text_encoder.q_proj.lora_A.weight")
-    save_file({name: torch.zeros(2, 4) for name in names}, tmp_path / "both.safetensors")
-    with pytest.raises(ConfigurationError, match=r"adapters of text_encoder, unet.* pipeline\.fuse_lora\(\)"):
-        LoRA(start_from=str(tmp_path / "both.safetensors"))
 
 
 class Holds(pl.LightningModule):
