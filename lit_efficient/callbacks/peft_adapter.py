@@ -16,11 +16,12 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, check_installed, check_list, check_number, refusal
 from lit_efficient.mechanisms.adapters.base import freeze_base
+from lit_efficient.mechanisms.adapters.lycoris import is_lycoris, read_lycoris
 from lit_efficient.mechanisms.adapters.peft_configs import config_options, peft_config
 from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, networks, outermost
 from lit_efficient.mechanisms.adapters.peft_methods import check_forward, inject, network_of, switch_adapters
@@ -46,7 +47,8 @@ class PeftAdapter(AdapterTechnique):
     Args:
         config: Fields of peft's configuration class with ``peft_type``, such as ``{peft_type: LOKR, r: 8,
             target_modules: all-linear}``, or a configuration object. With ``start_from``, training starts from the
-            adapter in that folder, which peft has saved, and fields that are not given are read from it. For several
+            adapter in that folder, which peft has saved, or from LyCORIS's file of LoKr or LoHa for a network of
+            diffusers, and fields that are not given are read from it. For several
             adapters, a mapping from their names to such configurations.
         active: Names of the adapters that are applied, or a mapping from names to weights (for methods whose update is
             one product). ``None`` applies all. Change it later with
@@ -89,6 +91,7 @@ class PeftAdapter(AdapterTechnique):
         several = _holds_several(config)
         named: dict[str, object] = dict(config) if several else {"default": config}
         self._folders: dict[str, str] = {}
+        self._files: dict[str, dict[str, Any]] = {}  # given options of adapters that come from LyCORIS's files
         self._configs = {name: self._options(name, one) for name, one in named.items()}
         self.config = self._configs if several else self._configs["default"]
         _check_names("active", active, named)
@@ -115,6 +118,9 @@ class PeftAdapter(AdapterTechnique):
         folder = options.pop("start_from", None)
         if folder is not None:
             self._folders[name] = str(folder)
+            if is_lycoris(str(folder)):  # its layers are known only with the network
+                self._files[name] = options
+                return {"peft_type": "LOKR", **options}
             options = read_peft_folder(str(folder))[0] | options
         if "peft_type" not in options:
             raise refusal("PeftAdapter", "config", _FIELDS + misspelling_hint("peft_type", options), config)
@@ -142,9 +148,17 @@ class PeftAdapter(AdapterTechnique):
                 from lit_efficient.mechanisms.adapters.bitsandbytes_layers import adopt
 
                 adopt(part)
-        inject(root, self._configs, self._weights, train=self.train, seed=self.seed)
+        starts: dict[str, dict[str, Tensor]] = {}
         for name, folder in self._folders.items():
-            start_from(root, name, read_peft_folder(folder)[1], folder)
+            if name in self._files:
+                read, starts[name] = read_lycoris(folder, root)
+                self._configs[name].clear()
+                self._configs[name].update(read | self._files[name])
+            else:
+                starts[name] = read_peft_folder(folder)[1]
+        inject(root, self._configs, self._weights, train=self.train, seed=self.seed)
+        for name, tensors in starts.items():
+            start_from(root, name, tensors, self._folders[name])
         trained = [parameter for parameter in root.parameters() if parameter.requires_grad]  # peft has frozen the rest
         freeze_base(module, trained, save_base=self.save_base)
         call_layers(module)

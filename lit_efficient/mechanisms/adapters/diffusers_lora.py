@@ -169,8 +169,7 @@ def _kohya_layers(network: Any, part: Fields, layers: Collection[str]) -> Iterat
             yield original
     for name in layers:
         if name in left:
-            text = part["library"] == "transformers" and part["class"].startswith("CLIP")
-            yield OriginalLayer(f"text_model.{name.removeprefix('text_model.')}" if text else name, (name,))
+            yield OriginalLayer(_published(name, part), (name,))
 
 
 def _kohya_prefix(part: Fields, networks: Sequence[Fields]) -> str:

@@ -71,11 +71,13 @@ class LoraFile:
         name: The file, for messages.
         layers: Tensors by kind (``down``, ``up``, ``lokr_w1``, ...) for each place and name of a layer.
         header: Configuration of peft in the file's header, whose keys begin with the place.
+        owner: Technique that reads the file, for messages.
     """
 
     name: str
     layers: Layers
     header: Fields
+    owner: str = "LoRA"
 
     @property
     def method(self) -> str:
@@ -87,24 +89,24 @@ class LoraFile:
             if all(kind.startswith(prefix) for kind in kinds):
                 return method
         raise ConfigurationError(
-            f"LoRA: start_from={self.name} has adapters of several methods ({listed(sorted(kinds))}). {_ADVICE}"
+            f"{self.owner}: start_from={self.name} has adapters of several methods ({listed(sorted(kinds))}). {_ADVICE}"
         )
 
     def fields(self) -> dict[str, Any]:
         """Return the arguments of LoRA that do not depend on the network: rank, alpha and variant."""
         if self.method != "lora":
             raise ConfigurationError(
-                f"LoRA: start_from={self.name} has adapters of LyCORIS's {self.method}: use PeftAdapter with "
+                f"{self.owner}: start_from={self.name} has adapters of LyCORIS's {self.method}: use PeftAdapter with "
                 f"config: {{start_from: {self.name}}}"
             )
         broken = [f"{place} {name}" for (place, name), one in self.layers.items() if not {"down", "up"} <= one.keys()]
         if broken:
-            raise ConfigurationError(f"LoRA: start_from={self.name} lacks factors of {listed(broken)}")
+            raise ConfigurationError(f"{self.owner}: start_from={self.name} lacks factors of {listed(broken)}")
         with_magnitude = [layer for layer, one in self.layers.items() if "magnitude" in one]
         if len(with_magnitude) not in (0, len(self.layers)):
             raise ConfigurationError(
-                f"LoRA: start_from={self.name} has DoRA's magnitudes in {len(with_magnitude)} of {len(self.layers)} "
-                f"layers, and LoRA trains one variant. {_ADVICE}"
+                f"{self.owner}: start_from={self.name} has DoRA's magnitudes in {len(with_magnitude)} of "
+                f"{len(self.layers)} layers, and LoRA trains one variant. {_ADVICE}"
             )
         scale = Counter(self.scale(*layer) for layer in self.layers).most_common(1)[0][0]
         rank = max(one["down"].shape[0] for one in self.layers.values())
@@ -137,8 +139,8 @@ def pipeline_file(place: Path) -> Path | None:
     return next((file for file in files if file.name == LORA_FILE), files[0] if len(files) == 1 else None)
 
 
-def read_lora_file(file: Path) -> LoraFile:
-    """Read a file.
+def read_lora_file(file: Path, owner: str = "LoRA") -> LoraFile:
+    """Read a file, for the technique ``owner``.
 
     Raises:
         CheckpointError: If the file is damaged.
@@ -154,16 +156,16 @@ def read_lora_file(file: Path) -> LoraFile:
             place, name, kind = split
             if key.endswith(".dora_scale") and tensor.ndim > 1 and len(tensor) == 1:
                 raise ConfigurationError(
-                    f"LoRA: start_from={file}: {key} has a magnitude for each input, and magnitudes of outputs are "
+                    f"{owner}: start_from={file}: {key} has a magnitude for each input, and magnitudes of outputs are "
                     f"supported. {_ADVICE}"
                 )
             layers.setdefault((place, name), {})[kind] = tensor
     if unknown or not layers:
         raise ConfigurationError(
-            f"LoRA: start_from={file} has {len(unknown)} tensors that are unknown here: {listed(unknown)}. {_ADVICE}"
+            f"{owner}: start_from={file} has {len(unknown)} tensors that are unknown here: {listed(unknown)}. {_ADVICE}"
         )
     header = json.loads((map_tensors(file).metadata() or {}).get("lora_adapter_metadata", "{}"))
-    return LoraFile(str(file), layers, header)
+    return LoraFile(str(file), layers, header, owner)
 
 
 def _split(key: str) -> tuple[str, str, str] | None:
@@ -222,16 +224,16 @@ def placed_layers(
     if missing:
         names = [name for place, name in file.layers if place in missing]
         raise ConfigurationError(
-            f"LoRA: start_from={file.name} has adapters of {len(names)} layers of {' and '.join(missing)}, which this "
-            f"run does not train. Train these networks, too, or merge the file and train a new adapter. {_ADVICE}"
+            f"{file.owner}: start_from={file.name} has adapters of {len(names)} layers of {' and '.join(missing)}, which "
+            f"this run does not train. Train these networks, too, or merge the file and train a new adapter. {_ADVICE}"
         )
     matched = {layer: aliases[layer[0]].get(_flat(layer[1])) for layer in file.layers}
     unknown = [name for (_, name), original in matched.items() if original is None]
     if unknown:
         kinds = " and ".join(unmixed(network).__name__ for _, network in networks.values())
         raise ConfigurationError(
-            f"LoRA: start_from={file.name} does not fit {kinds}: {len(unknown)} of its {len(matched)} layers are not "
-            f"in it, such as {unknown[0]!r}{_family(unknown)}"
+            f"{file.owner}: start_from={file.name} does not fit {kinds}: {len(unknown)} of its {len(matched)} layers are "
+            f"not in it, such as {unknown[0]!r}{_family(unknown)}"
         )
     for layer, original in matched.items():
         assert original is not None
@@ -353,14 +355,14 @@ def _check_shapes(file: LoraFile, layer: tuple[str, str], network: nn.Module, or
     down, up = _two_factors(tensors)
     if (down[0].numel(), up.shape[0]) != (inputs, outputs):
         raise ConfigurationError(
-            f"LoRA: start_from={file.name} does not fit {unmixed(network).__name__}: {layer[1]!r} has "
+            f"{file.owner}: start_from={file.name} does not fit {unmixed(network).__name__}: {layer[1]!r} has "
             f"{down[0].numel()} inputs and {up.shape[0]} outputs there, and {inputs} and {outputs} in this network. It "
             "is a LoRA of another model, such as Stable Diffusion 1.5 in the place of SDXL"
         )
     magnitude = tensors.get("magnitude")
     if magnitude is not None and magnitude.numel() != outputs:
         raise ConfigurationError(
-            f"LoRA: start_from={file.name}: {layer[1]!r} has {magnitude.numel()} magnitudes for {outputs} outputs"
+            f"{file.owner}: start_from={file.name}: {layer[1]!r} has {magnitude.numel()} magnitudes, and {outputs} outputs"
         )
 
 
