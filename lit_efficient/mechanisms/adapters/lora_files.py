@@ -71,13 +71,13 @@ class LoraFile:
         name: The file, for messages.
         layers: Tensors by kind (``down``, ``up``, ``lokr_w1``, ...) for each place and name of a layer.
         header: Configuration of peft in the file's header, whose keys begin with the place.
-        owner: Technique that reads the file, for messages.
+        said: Beginning of messages: the argument and the file.
     """
 
     name: str
     layers: Layers
     header: Fields
-    owner: str = "LoRA"
+    said: str
 
     @property
     def method(self) -> str:
@@ -88,24 +88,22 @@ class LoraFile:
         for method, prefix in (("lokr", "lokr_"), ("loha", "hada_")):
             if all(kind.startswith(prefix) for kind in kinds):
                 return method
-        raise ConfigurationError(
-            f"{self.owner}: start_from={self.name} has adapters of several methods ({listed(sorted(kinds))}). {_ADVICE}"
-        )
+        raise ConfigurationError(f"{self.said} has adapters of several methods ({listed(sorted(kinds))}). {_ADVICE}")
 
     def fields(self) -> dict[str, Any]:
         """Return the arguments of LoRA that do not depend on the network: rank, alpha and variant."""
         if self.method != "lora":
             raise ConfigurationError(
-                f"{self.owner}: start_from={self.name} has adapters of LyCORIS's {self.method}: use PeftAdapter with "
+                f"{self.said} has adapters of LyCORIS's {self.method}: use PeftAdapter with "
                 f"config: {{start_from: {self.name}}}"
             )
         broken = [f"{place} {name}" for (place, name), one in self.layers.items() if not {"down", "up"} <= one.keys()]
         if broken:
-            raise ConfigurationError(f"{self.owner}: start_from={self.name} lacks factors of {listed(broken)}")
+            raise ConfigurationError(f"{self.said} lacks factors of {listed(broken)}")
         with_magnitude = [layer for layer, one in self.layers.items() if "magnitude" in one]
         if len(with_magnitude) not in (0, len(self.layers)):
             raise ConfigurationError(
-                f"{self.owner}: start_from={self.name} has DoRA's magnitudes in {len(with_magnitude)} of "
+                f"{self.said} has DoRA's magnitudes in {len(with_magnitude)} of "
                 f"{len(self.layers)} layers, and LoRA trains one variant. {_ADVICE}"
             )
         scale = Counter(self.scale(*layer) for layer in self.layers).most_common(1)[0][0]
@@ -139,13 +137,14 @@ def pipeline_file(place: Path) -> Path | None:
     return next((file for file in files if file.name == LORA_FILE), files[0] if len(files) == 1 else None)
 
 
-def read_lora_file(file: Path, owner: str = "LoRA") -> LoraFile:
-    """Read a file, for the technique ``owner``.
+def read_lora_file(file: Path, argument: str = "LoRA: start_from") -> LoraFile:
+    """Read a file that an argument names.
 
     Raises:
         CheckpointError: If the file is damaged.
         ConfigurationError: For tensors of unknown names.
     """
+    said = f"{argument}={file}"
     layers: Layers = {}
     unknown = []
     for key, tensor in load_tensors(file).items():
@@ -156,16 +155,15 @@ def read_lora_file(file: Path, owner: str = "LoRA") -> LoraFile:
             place, name, kind = split
             if key.endswith(".dora_scale") and tensor.ndim > 1 and len(tensor) == 1:
                 raise ConfigurationError(
-                    f"{owner}: start_from={file}: {key} has a magnitude for each input, and magnitudes of outputs are "
-                    f"supported. {_ADVICE}"
+                    f"{said}: {key} has a magnitude for each input, and magnitudes of outputs are supported. {_ADVICE}"
                 )
             layers.setdefault((place, name), {})[kind] = tensor
     if unknown or not layers:
         raise ConfigurationError(
-            f"{owner}: start_from={file} has {len(unknown)} tensors that are unknown here: {listed(unknown)}. {_ADVICE}"
+            f"{said} has {len(unknown)} tensors that are unknown here: {listed(unknown)}. {_ADVICE}"
         )
     header = json.loads((map_tensors(file).metadata() or {}).get("lora_adapter_metadata", "{}"))
-    return LoraFile(str(file), layers, header, owner)
+    return LoraFile(str(file), layers, header, said)
 
 
 def _split(key: str) -> tuple[str, str, str] | None:
@@ -224,7 +222,7 @@ def placed_layers(
     if missing:
         names = [name for place, name in file.layers if place in missing]
         raise ConfigurationError(
-            f"{file.owner}: start_from={file.name} has adapters of {len(names)} layers of {' and '.join(missing)}, which "
+            f"{file.said} has adapters of {len(names)} layers of {' and '.join(missing)}, which "
             f"this run does not train. Train these networks, too, or merge the file and train a new adapter. {_ADVICE}"
         )
     matched = {layer: aliases[layer[0]].get(_flat(layer[1])) for layer in file.layers}
@@ -232,7 +230,7 @@ def placed_layers(
     if unknown:
         kinds = " and ".join(unmixed(network).__name__ for _, network in networks.values())
         raise ConfigurationError(
-            f"{file.owner}: start_from={file.name} does not fit {kinds}: {len(unknown)} of its {len(matched)} layers are "
+            f"{file.said} does not fit {kinds}: {len(unknown)} of its {len(matched)} layers are "
             f"not in it, such as {unknown[0]!r}{_family(unknown)}"
         )
     for layer, original in matched.items():
@@ -355,15 +353,13 @@ def _check_shapes(file: LoraFile, layer: tuple[str, str], network: nn.Module, or
     down, up = _two_factors(tensors)
     if (down[0].numel(), up.shape[0]) != (inputs, outputs):
         raise ConfigurationError(
-            f"{file.owner}: start_from={file.name} does not fit {unmixed(network).__name__}: {layer[1]!r} has "
+            f"{file.said} does not fit {unmixed(network).__name__}: {layer[1]!r} has "
             f"{down[0].numel()} inputs and {up.shape[0]} outputs there, and {inputs} and {outputs} in this network. It "
             "is a LoRA of another model, such as Stable Diffusion 1.5 in the place of SDXL"
         )
     magnitude = tensors.get("magnitude")
     if magnitude is not None and magnitude.numel() != outputs:
-        raise ConfigurationError(
-            f"{file.owner}: start_from={file.name}: {layer[1]!r} has {magnitude.numel()} magnitudes, and {outputs} outputs"
-        )
+        raise ConfigurationError(f"{file.said}: {layer[1]!r} has {magnitude.numel()} magnitudes, and {outputs} outputs")
 
 
 def _two_factors(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ def read_lycoris(place: str, root: nn.Module) -> tuple[dict[str, Any], dict[str,
     Raises:
         ConfigurationError: If the file has another method, or belongs to another network.
     """
-    file = read_lora_file(pipeline_file(Path(place)) or Path(place), "PeftAdapter")
+    file = read_lora_file(pipeline_file(Path(place)) or Path(place), "PeftAdapter: start_from")
     if file.method == "lora":
         raise ConfigurationError(f"PeftAdapter: {place} has factors of LoRA: use LoRA with start_from: {place}")
     tensors: dict[str, Tensor] = {}
