@@ -96,7 +96,7 @@ def write_lycoris(folder: Path, tensors: Mapping[str, Tensor], options: Mapping[
     for key, tensor in tensors.items():
         name, _, kind = key.removeprefix(_PEFT).rpartition(".")
         layers.setdefault(name, {})[kind] = tensor
-    named = {}
+    named: dict[str, Tensor] = {}
     for name, key in _written_names(network, layers):
         own = dict(layers[name])
         scale = _of_layer(options, "alpha", "alpha_pattern", name) / _of_layer(options, "r", "rank_pattern", name)
