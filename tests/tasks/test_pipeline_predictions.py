@@ -228,8 +228,9 @@ def test_a_folder_with_the_variant_fp16_alone(family: str, tmp_path: Path) -> No
     check_predictions(ours_from(tmp_path / "fp16"), pipeline.to(torch.float32), 5.0, None)
 
 
-def test_a_checkpoint_in_one_file_with_the_configurations_of_a_folder(tmp_path: Path) -> None:
-    pipeline = tiny_pipelines.written("sd15", tmp_path / "folder", prediction_type="v_prediction")
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_a_checkpoint_in_one_file_with_the_configurations_of_a_folder(family: str, tmp_path: Path) -> None:
+    pipeline = tiny_pipelines.written(family, tmp_path / "folder", prediction_type="v_prediction")
     save_file(one_file(pipeline), tmp_path / "civitai.safetensors")
     configs = tmp_path / "configs"
     shutil.copytree(tmp_path / "folder", configs, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -265,6 +266,7 @@ def test_what_a_file_lacks_is_refused(tmp_path: Path) -> None:
 def one_file(pipeline: Any) -> dict[str, torch.Tensor]:
     """Return the weights of a Stable Diffusion with two blocks a side in the layout of its authors."""
     names = {"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"}
+    names |= {f"add_embedding.linear_{i}": f"label_emb.0.{2 * i - 2}" for i in (1, 2)}  # of SDXL
     names |= {"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"}
     names |= {"mid_block.resnets.0": "middle_block.0", "mid_block.attentions.0": "middle_block.1"}
     names |= {"mid_block.resnets.1": "middle_block.2", "down_blocks.0.downsamplers.0.conv": "input_blocks.2.0.op"}
@@ -290,9 +292,33 @@ def one_file(pipeline: Any) -> dict[str, torch.Tensor]:
     vae = renamed(pipeline.vae, of_vae, {"conv_shortcut": "nin_shortcut"} | attention)
     found = {f"model.diffusion_model.{name}": tensor for name, tensor in unet.items()}
     found |= {f"first_stage_model.{name}": tensor for name, tensor in vae.items()}
+    first = "cond_stage_model.transformer"
+    if hasattr(pipeline, "text_encoder_2"):
+        first = "conditioner.embedders.0.transformer"
+        found |= open_clip(pipeline.text_encoder_2, "conditioner.embedders.1.model.")
     for name, tensor in pipeline.text_encoder.state_dict().items():
-        found[f"cond_stage_model.transformer.text_model.{name.removeprefix('text_model.')}"] = tensor
+        found[f"{first}.text_model.{name.removeprefix('text_model.')}"] = tensor
     return {name: tensor.clone().contiguous() for name, tensor in found.items()}
+
+
+def open_clip(encoder: Any, prefix: str) -> dict[str, torch.Tensor]:
+    """Return the weights of CLIP in the layout of OpenCLIP."""
+    state = {name.removeprefix("text_model."): tensor for name, tensor in encoder.state_dict().items()}
+    names = {"embeddings.token_embedding.weight": "token_embedding.weight"}
+    names |= {"embeddings.position_embedding.weight": "positional_embedding"}
+    names |= {f"final_layer_norm.{part}": f"ln_final.{part}" for part in ("weight", "bias")}
+    found = {new: state[name] for name, new in names.items()}
+    found["text_projection"] = state["text_projection.weight"].T
+    blocks = {"layer_norm1": "ln_1", "layer_norm2": "ln_2", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
+    blocks["self_attn.out_proj"] = "attn.out_proj"
+    for layer in range(encoder.config.num_hidden_layers):
+        own = f"encoder.layers.{layer}"
+        block = f"transformer.resblocks.{layer}"
+        for part in ("weight", "bias"):
+            found |= {f"{block}.{new}.{part}": state[f"{own}.{name}.{part}"] for name, new in blocks.items()}
+            whole = torch.cat([state[f"{own}.self_attn.{name}_proj.{part}"] for name in "qkv"])
+            found[f"{block}.attn.in_proj_{part}"] = whole
+    return {f"{prefix}{name}": tensor.clone().contiguous() for name, tensor in found.items()}
 
 
 RESNET = {"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0"}
