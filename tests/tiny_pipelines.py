@@ -98,12 +98,13 @@ def sdxl(zeros: bool = True, **scheduler: Any) -> Any:
     )
 
 
-def sd3(**scheduler: Any) -> Any:
+def sd3(third: bool = True, **scheduler: Any) -> Any:
+    others = encoders(clip(16), clip(24), t5()) if third else encoders(clip(16), clip(24))
     return diffusers.StableDiffusion3Pipeline(
         vae=vae(scaling_factor=1.5305, shift_factor=0.0609),
         transformer=network(SD3, joint_attention_dim=48, pooled_projection_dim=12),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**({"shift": 3.0} | scheduler)),
-        **encoders(clip(16), clip(24), t5()),
+        **({"text_encoder_3": None, "tokenizer_3": None} | others),
     )
 
 

@@ -300,7 +300,9 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
             name = json.loads((folder / "config.json").read_text())["_class_name"]
             model = getattr(diffusers, name).from_pretrained(folder, local_files_only=True)
             return {"digests": digests(model.state_dict())}
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+        index = json.loads((folder / "model_index.json").read_text())
+        absent = {name: None for name, value in index.items() if value == [None, None]}
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, **absent)
         return {"digests": digests(getattr(pipeline, request["part"]).state_dict())}
     if "gguf" in request:
         return _answer_gguf(folder, place, request)

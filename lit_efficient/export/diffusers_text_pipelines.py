@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
@@ -100,7 +101,11 @@ def of_sd3(parts: Parts) -> Pipeline:
     from diffusers import StableDiffusion3Pipeline
 
     refuse_rescale(parts, "StableDiffusion3Pipeline")
-    encoders = _encoders(parts, "StableDiffusion3Pipeline", 3)
+    encoder = parts.text_encoder
+    without = {}
+    if encoder is not None and encoder.is_padded:
+        without = {"text_encoder_3": None, "tokenizer_3": None}
+    encoders = _encoders(parts, "StableDiffusion3Pipeline", 2 if without else 3) | without
     scheduler = scheduler_of(parts, ("ddim", "dpmsolver++"), of_flow=("euler", "dpmsolver++"))
     pipeline: Any = StableDiffusion3Pipeline(**encoders, vae=parts.vae, transformer=parts.network, scheduler=scheduler)
     length = parts.text_encoder.spec.max_length
@@ -173,7 +178,7 @@ def _check_text(parts: Parts, pipeline: Any, encode: Callable[[str], TextEmbeddi
     for prompt in _PROMPTS:
         ours = _first_chunk(parts.text_encoder.encode([prompt]), parts.text_encoder.spec.chunks)
         try:
-            agrees = _agree(encode(prompt), ours)
+            agrees = _agree(encode(prompt), ours, parts.text_encoder.is_padded)
         except ValueError:  # the encoder's first output is no sequence of tokens
             agrees = False
         if not agrees:
@@ -192,7 +197,10 @@ def _first_chunk(embedding: TextEmbedding, chunks: int) -> TextEmbedding:
     return TextEmbedding(embedding.hidden[:, :length], embedding.mask[:, :length], embedding.pooled)
 
 
-def _agree(theirs: TextEmbedding, ours: TextEmbedding) -> bool:
+def _agree(theirs: TextEmbedding, ours: TextEmbedding, padded: bool) -> bool:
+    missing = theirs.hidden.shape[-1] - ours.hidden.shape[-1]
+    if padded and missing > 0:
+        ours = ours._replace(hidden=F.pad(ours.hidden, (0, missing)))
     if not torch.equal(theirs.mask, ours.mask) or not _close(theirs.hidden[ours.mask], ours.hidden[ours.mask]):
         return False
     return theirs.pooled is None or (ours.pooled is not None and _close(theirs.pooled, ours.pooled))

@@ -303,12 +303,14 @@ images = pipeline({call}).images
 def _readme(made: "Pipeline", held: str, lora: bool) -> str:
     notes = "".join(f"\nNote: {note}.\n" for note in made.notes)
     loads = '\npipeline.load_lora_weights("FOLDER")' if lora else ""
+    absent = [name for name in ("text_encoder_3", "tokenizer_3") if getattr(made.pipeline, name, "") is None]
+    without = "".join(f", {name}=None" for name in absent)  # SD3 loads without T5 only with these arguments
     return f"""A pipeline of [diffusers](https://github.com/huggingface/diffusers), with the {held} weights of training.
 
 ```python
 from diffusers import DiffusionPipeline
 
-pipeline = DiffusionPipeline.from_pretrained("FOLDER"){loads}
+pipeline = DiffusionPipeline.from_pretrained("FOLDER"{without}){loads}
 images = pipeline({made.call}).images
 ```
 {notes}"""

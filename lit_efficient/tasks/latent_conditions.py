@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
@@ -50,7 +51,7 @@ class Conditioning:
             ("width", shape.text_width, encoder.width),
             ("pooled_width", shape.pooled_width, encoder.pooled_width),
         ):
-            if wanted not in (0, found):
+            if wanted not in (0, found) and not (name == "width" and encoder.is_padded and found < wanted):
                 raise ConfigurationError(
                     f"LatentDiffusion: the backbone {shape.name} takes text of {name} {wanted}; the text encoder's is "
                     f"{found}"
@@ -126,6 +127,8 @@ class Conditioning:
         if self.shape.pooled_width and pooled is None:
             raise ConfigurationError(f"LatentDiffusion: {self.shape.name} takes a pooled text, but there is none")
         text, mask, pooled = (part if part is None else moved(part, device) for part in (text, mask, pooled))
+        if text is not None and self.encoder is not None and self.encoder.is_padded:
+            text = F.pad(text, (0, self.shape.text_width - text.shape[-1]))
         return text, mask, pooled
 
     def _member(self, batch: dict[str, Any], name: str) -> Any:

@@ -125,6 +125,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sdxl of v with zero terminal SNR": ("sdxl", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
     "sdxl between the entries of its table": ("sdxl", {"timestep_spacing": "linspace"}),
     "sd3 without shift": ("sd3", {"shift": 1.0}),
+    "sd3 without T5": ("sd3", {"third": False}),
     "flux schnell": ("flux", {"distilled": False, "use_dynamic_shifting": False, "shift": 1.0}),
     "pixart with other betas": ("pixart", {"beta_start": 0.0002, "beta_end": 0.03}),
 }

@@ -79,6 +79,21 @@ def test_latents_and_captions_are_the_pipelines_and_the_export_guides_as_it_does
     check_predictions(module.eval(), exported, 5.0, None)
 
 
+def test_a_stable_diffusion_3_without_t5_is_trained_and_exported_without_it(tmp_path: Path) -> None:
+    folder = tmp_path / "sd3"
+    tiny_pipelines.written("sd3", folder, third=False)
+    module = LatentDiffusion(DiffusersModelConfig(str(folder)), samples=Samples(0), guidance_scale=5.0)
+    runner = fitted(module, data_of(folder, pictures(tmp_path / "images")), tmp_path)
+    runner.save_checkpoint(tmp_path / "run.ckpt")
+    made = export_pipeline(tmp_path / "run.ckpt", tmp_path / "made")
+    without = ", text_encoder_3=None, tokenizer_3=None)"
+    assert f'DiffusionPipeline.from_pretrained("FOLDER"{without}' in (made / "README.md").read_text()
+    exported = DiffusionPipeline.from_pretrained(made, text_encoder_3=None, tokenizer_3=None)
+    assert exported.text_encoder_3 is None
+    exported.set_progress_bar_config(disable=True)
+    check_predictions(module.eval(), exported, 5.0, "Blurry")
+
+
 def test_data_of_another_scaling_or_reading_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "sdxl"
     tiny_pipelines.written("sdxl", folder)

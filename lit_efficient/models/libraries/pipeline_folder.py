@@ -42,7 +42,7 @@ from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 
 Scaling = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel of latents
 EmptyCaption = Literal["encoded", "zeros"]
-TextKind = Literal["sd", "sdxl", "sd3", "flux", "pixart", "sana", "qwen_image", "z_image"]
+TextKind = Literal["sd", "sdxl", "sd3", "sd3_clip", "flux", "pixart", "sana", "qwen_image", "z_image"]
 
 _INDEX = "model_index.json"
 _SCHEDULER = "scheduler/scheduler_config.json"
@@ -167,6 +167,8 @@ def text_kind(index: Mapping[str, Any]) -> TextKind | None:
                 return "sdxl"
             return "sd"
         return None
+    if network == "SD3Transformer2DModel" and (index.get("text_encoder_3") or [None, None])[1] is None:
+        return "sd3_clip"
     return kinds.get(str(network))
 
 

@@ -50,14 +50,15 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "sd": ("clip",),
     "sdxl": ("clip", "clip"),
     "sd3": ("clip", "clip", "t5"),
+    "sd3_clip": ("clip", "clip"),
     "flux": ("clip", "t5"),
     "pixart": ("t5",),
     "sana": ("gemma",),
     "qwen_image": ("qwen",),
     "z_image": ("qwen",),
 }
-# Tokens of T5, Gemma and Qwen in pipelines whose class is unknown.
-_LENGTHS = {"sd3": 256, "flux": 512, "pixart": 300, "sana": 300, "qwen_image": 512, "z_image": 512}
+# Tokens of T5 (or zeros in its place), Gemma and Qwen in pipelines whose class is unknown.
+_LENGTHS = {"sd3": 256, "sd3_clip": 256, "flux": 512, "pixart": 300, "sana": 300, "qwen_image": 512, "z_image": 512}
 
 
 def located(spec: TextEncoderConfig) -> TextEncoderConfig:
@@ -100,7 +101,7 @@ def members(spec: TextEncoderConfig) -> list[TextEncoderConfig]:
         if kind == "clip" and spec.pipeline in _LENGTHS:
             length = None  # the tokenizer's own
         layer = spec.layer
-        if kind == "clip" and spec.pipeline in ("sdxl", "sd3"):
+        if kind == "clip" and spec.pipeline in ("sdxl", "sd3", "sd3_clip"):
             layer = -2
         reading = CaptionReading(subfolder=f"tokenizer{suffix}", padding="seen")
         if spec.pipeline in ("pixart", "sana"):
@@ -138,16 +139,19 @@ def _sana_instruction() -> str:
     return "\n".join(lines)
 
 
-def join(pipeline: str | None, parts: list[TextEmbedding]) -> TextEmbedding:
+def join(pipeline: str | None, parts: list[TextEmbedding], zeros: int = 0) -> TextEmbedding:
     """Join the embeddings of a pipeline's encoders as diffusers does.
 
-        sdxl   hidden = [CLIP | CLIP-G] by features;  pooled = CLIP-G's
-        sd3    hidden = [CLIP | CLIP-G] by features, zeros up to T5's width, then T5's tokens;  pooled = [CLIP | CLIP-G]
-        flux   hidden = T5's;  pooled = CLIP's
+        sdxl      hidden = [CLIP | CLIP-G] by features;  pooled = CLIP-G's
+        sd3       hidden = [CLIP | CLIP-G] by features, zeros up to T5's width, then T5's tokens;
+                  pooled = [CLIP | CLIP-G]
+        sd3_clip  the same with zeros in the place of T5's tokens, and without features that are 0 in all tokens
+        flux      hidden = T5's;  pooled = CLIP's
 
     Args:
         pipeline: Kind of the pipeline; a single part is returned unchanged.
         parts: Embeddings of the encoders: hidden [..., L, D], mask [..., L], pooled [..., P].
+        zeros: Number of tokens in the place of T5's.
 
     Returns:
         The joined embeddings.
@@ -160,7 +164,11 @@ def join(pipeline: str | None, parts: list[TextEmbedding]) -> TextEmbedding:
     clips = torch.cat([parts[0].hidden, parts[1].hidden], dim=-1)
     if pipeline == "sdxl":
         return TextEmbedding(clips, parts[0].mask, parts[1].pooled)
-    t5 = parts[2]
+    if pipeline == "sd3_clip":
+        nothing = clips.new_zeros(*clips.shape[:-2], zeros, clips.shape[-1])
+        t5 = TextEmbedding(nothing, torch.ones_like(nothing[..., 0], dtype=torch.bool), None)
+    else:
+        t5 = parts[2]
     padded: Tensor = F.pad(clips, (0, t5.hidden.shape[-1] - clips.shape[-1]))
     pooled = [part.pooled for part in parts[:2] if part.pooled is not None]
     return TextEmbedding(
@@ -275,7 +283,8 @@ class TextEncoder:
         if device.type != "cpu" and new:
             groups = [new]
         for group in groups:
-            joined: Any = join(self.spec.pipeline, [part.embed(group, device, negative) for part in self.parts])
+            embedded = [part.embed(group, device, negative) for part in self.parts]
+            joined: Any = join(self.spec.pipeline, embedded, self.spec.max_length or 0)
             for number, caption in enumerate(group):  # rows are copied, because a view would keep its batch in memory
                 row: list[Any] = [None if t is None else t[number].clone() for t in joined]
                 found[caption] = TextEmbedding(*row)
@@ -297,6 +306,11 @@ class TextEncoder:
     def max_length(self) -> int:
         """Return L, the number of tokens of an embedding."""
         return self.encode([""], negative=True).hidden.shape[1]
+
+    @property
+    def is_padded(self) -> bool:
+        """Return whether the network's pipeline adds features of zeros: those of SD3's missing T5."""
+        return self.spec.pipeline == "sd3_clip"
 
     @property
     def pooled_width(self) -> int:

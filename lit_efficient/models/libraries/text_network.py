@@ -95,10 +95,11 @@ class TextEncoderConfig:
         layer: layer whose output is used: -1 is the last, after the final norm; -2 the one before it, and so on.
         final_norm: apply the final norm to an earlier layer.
         captions: the tokenizer and its padding.
-        pipeline: use all encoders of a pipeline's folder and join them as it does: ``sd``, ``sdxl``, ``sd3``, ``flux``,
-            ``pixart``, ``sana``, ``qwen_image`` or ``z_image``. None with a pipeline's folder and no ``subfolder`` is
-            the kind of that folder. Options that the pipeline fixes are then left unset: tokenizers, subfolders, layers
-            (``sd`` leaves the layer free), padding; ``max_length`` is that of T5, Gemma or Qwen.
+        pipeline: use all encoders of a pipeline's folder and join them as it does: ``sd``, ``sdxl``, ``sd3``,
+            ``sd3_clip`` (without T5), ``flux``, ``pixart``, ``sana``, ``qwen_image`` or ``z_image``. None with a
+            pipeline's folder and no ``subfolder`` is the kind of that folder. Options that the pipeline fixes are then
+            left unset: tokenizers, subfolders, layers (``sd`` leaves the layer free), padding; ``max_length`` is that
+            of T5, Gemma or Qwen.
         revision: branch, tag or commit of a hub's repository; only a commit never changes.
         dtype: number format of the weights and of the embeddings.
         config: folder or name of the pipeline that has the configurations and tokenizers of a checkpoint in one file.
