@@ -148,9 +148,10 @@ class LatentGenerator(ChecksTypes, LightningModule):
             # A checkpoint must load even if its sampler is not available here.
             self.sampler = replace(self.sampler, name="builtin", options=None)
             rank_zero_warn(f"{error}. The checkpoint's sampler is replaced by builtin")
-        unused = not self.shape.takes_text or guidance_scale == 1
-        allowed = "null for a backbone without text, and without guidance (guidance_scale 1)"
-        check("samples.negative", self.samples.negative, allowed, self.samples.negative is None or not unused)
+        if self.samples.negative is not None:  # the shape of the network is read only if it matters
+            allowed = "null for a backbone without text, and without guidance (guidance_scale 1)"
+            used = self.shape.takes_text and guidance_scale != 1
+            check("samples.negative", self.samples.negative, allowed, used)
         self.guidance_scale = guidance_scale
         self.sampling_steps = sampling_steps
         self._prompts = Prompts(self.samples.prompts)
