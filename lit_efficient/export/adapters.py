@@ -45,10 +45,11 @@ from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.internals.hugging_face import bars_on_terminals, generation_json, stopping_at
 from lit_efficient.mechanisms.adapters.added_rows import without_added_rows
-from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora, write_kohya, write_several
+from lit_efficient.mechanisms.adapters.diffusers_lora import skeleton, write_diffusers_lora, write_kohya, write_several
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
 from lit_efficient.mechanisms.adapters.lora_files import places_of
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
+from lit_efficient.mechanisms.adapters.lycoris import write_lycoris
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_saved import peft_files, write_peft_folder
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, scaled_names, vectors_to_peft
@@ -356,6 +357,9 @@ def _peft(source: _Source, check: bool) -> _Export:
                 place = folder / name
                 place.mkdir(exist_ok=True)
             write_one(place, tensors, config | about)
+            if own is not None and "diffusers" in own:
+                network = skeleton({"library": "diffusers", **own["diffusers"]})
+                write_lycoris(place, tensors, config, network)
         if words is not None:
             embeddings(folder)
         stop = _save_tokenizer(checkpoint, folder)

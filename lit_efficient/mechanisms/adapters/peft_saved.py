@@ -15,7 +15,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.internals.wraps import temporarily
 from lit_efficient.mechanisms.adapters.peft_configs import config_options, methods, peft_config
-from lit_efficient.mechanisms.adapters.peft_folder import described
+from lit_efficient.mechanisms.adapters.peft_folder import described, diffusers_class
 from lit_efficient.mechanisms.adapters.peft_layers import NOTE, networks
 from lit_efficient.surgery import memory_of
 
@@ -111,6 +111,7 @@ def peft_placement(module: nn.Module) -> dict[str, object]:
         - ``adapters``: for each adapter its ``config``, its ``files`` (names in the module's ``state_dict`` by the
           names in peft's file), and ``beside`` (tensors of peft's file that are not in the ``state_dict``).
         - ``active``: weight of each active adapter.
+        - ``diffusers``: for a network of diffusers its ``class``, and its ``config`` in JSON.
     """
     (root,) = networks(module)
     name = next(name for name, part in module.named_modules() if part is root)
@@ -129,7 +130,12 @@ def peft_placement(module: nn.Module) -> dict[str, object]:
             else:
                 files[key] = place
         adapters[adapter] = {"config": config_options(config), "files": files, "beside": beside}
-    return {"root": name, "adapters": adapters, "active": dict(root.__dict__[NOTE]["active"]), **described(root)}
+    found = {"root": name, "adapters": adapters, "active": dict(root.__dict__[NOTE]["active"]), **described(root)}
+    kind = diffusers_class(root)
+    if kind is not None:
+        network: Any = root
+        found["diffusers"] = {"class": kind["base_model_class"], "config": network.to_json_string()}
+    return found
 
 
 def peft_files(

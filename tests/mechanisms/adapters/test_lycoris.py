@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,8 @@ from lit_efficient.application.ledger import ledger
 from lit_efficient.mechanisms.adapters.lycoris import write_lycoris
 from lit_efficient.mechanisms.adapters.peft_saved import peft_files, peft_placement
 from tests.mechanisms.adapters.test_lora_files import Trains, denoiser, originals, pipeline_of, predicted
+from tests.support import QUIET
+from tests.support_cli import export
 
 Layer = tuple[dict[str, Tensor], float]  # tensors and alpha
 
@@ -157,6 +160,18 @@ def test_a_file_of_lycoris_is_a_start_and_an_export(family: str, kind: str, tmp_
     other = Trains(denoiser(pipeline_of(family)))
     apply(other, [PeftAdapter({"start_from": str(tmp_path / "lycoris.safetensors")})])
     torch.testing.assert_close(predicted(other.network), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_export_has_the_file(tmp_path: Path) -> None:
+    save_file(as_file(drawn(denoiser(pipeline_of("sdxl")), "loha"), "lora_unet_", {}), tmp_path / "a.safetensors")
+    module = Trains(denoiser(pipeline_of("sdxl")).train())
+    run = pl.Trainer(callbacks=[PeftAdapter({"start_from": str(tmp_path / "a.safetensors")})], **QUIET, max_steps=1)
+    run.fit(module, torch.utils.data.DataLoader(torch.zeros(1)))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert export([str(tmp_path / "a.ckpt"), "--format", "peft", "--output", str(tmp_path / "out"), "--no-check"]) == 0
+    other = Trains(denoiser(pipeline_of("sdxl")))
+    apply(other, [PeftAdapter({"start_from": str(tmp_path / "out" / "lycoris.safetensors")})])
+    torch.testing.assert_close(predicted(other.network), predicted(module.network), rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
