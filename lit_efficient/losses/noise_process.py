@@ -238,7 +238,8 @@ def _betas(process: DiffusionProcess) -> Tensor:
 @lru_cache(maxsize=32)
 def _angles(process: DiffusionProcess, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the angles atan(sigma / alpha) at times 0, 1/N ... 1."""
-    with torch.inference_mode(False):  # the cached tensor is also used in training
+    # The cached tensor is also used in training, and after `plan` has built a module without memory.
+    with torch.inference_mode(False), torch.device("cpu"):
         alpha_squared = alphas_cumprod(process)
         angle = torch.atan2((1.0 - alpha_squared).sqrt(), alpha_squared.sqrt())
         return (

@@ -51,6 +51,7 @@ def batch_of(*sets: ImageSet) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.turns(3, family="recipes with images")
 def test_a_controlnet_from_folders_to_its_pipeline() -> None:
     model, made = exported("controlnet_sdxl")
     controlnet = diffusers.ControlNetModel.from_pretrained(made)
@@ -63,6 +64,7 @@ def test_a_controlnet_from_folders_to_its_pipeline() -> None:
     check_predictions(model, steps, batch, 5.0)
 
 
+@pytest.mark.turns(3, family="recipes with images")
 @pytest.mark.parametrize("masks", ["random", "data"])
 def test_inpainting_from_folders_to_its_pipeline(masks: str) -> None:
     sets = [ImageSet("tiny:photos", mask="tiny:edges" if masks == "data" else None)]

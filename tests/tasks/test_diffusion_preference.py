@@ -47,7 +47,8 @@ def made(folder: Path, **arguments: Any) -> DiffusionPreference:
     return module
 
 
-@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("labelled", [True, False])
 def test_the_loss_is_that_of_diffusers_script(labelled: bool, tmp_path: Path) -> None:
     """examples/research_projects/diffusion_dpo/train_diffusion_dpo_sdxl.py of diffusers, line by line."""
     base = tiny_pipelines.written("sdxl", tmp_path)
@@ -109,6 +110,7 @@ def fit(folder: Path, *callbacks: L.Callback, seed: int = 0, ckpt: Path | None =
     return module
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_resumed_run_ends_with_the_same_bits_and_the_same_reference(adapters: bool, tmp_path: Path) -> None:
     base = tiny_pipelines.written("sd15", tmp_path / "base")
@@ -140,6 +142,7 @@ def prediction(network: Any, *inputs: torch.Tensor) -> Any:
     return network(*inputs).sample
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("labels", [[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
 def test_a_table_of_pairs_with_labels(labels: list[int], tmp_path: Path) -> None:
     import io

@@ -83,7 +83,8 @@ def fit(
     return module, runner
 
 
-@pytest.mark.parametrize("kind", ["controlnet", pytest.param("inpaint", marks=pytest.mark.turns(2))])
+@pytest.mark.turns(4, family="runs with images")
+@pytest.mark.parametrize("kind", ["controlnet", "inpaint"])
 def test_a_resumed_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     tiny_pipelines.written("sd15", tmp_path / "base")
     whole, _ = fit(tmp_path / "base", kind, EMA(decay=0.5), ExactResume(), SaveEverywhere(tmp_path))
@@ -95,6 +96,7 @@ def test_a_resumed_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> Non
         assert_equal(whole.state_dict(), again.state_dict())
 
 
+@pytest.mark.turns(4, family="runs with images")
 def test_a_controlnet_trains_alone_and_its_pipeline_predicts_what_the_run_does(tmp_path: Path) -> None:
     base = tiny_pipelines.written("sdxl", tmp_path / "base")
     module, runner = fit(tmp_path / "base", "controlnet", EMA(decay=0.5))
@@ -123,6 +125,7 @@ def test_a_controlnet_trains_alone_and_its_pipeline_predicts_what_the_run_does(t
     check_predictions(module.eval(), steps, batch, 5.0)
 
 
+@pytest.mark.turns(4, family="runs with images")
 def test_a_checkpoint_needs_no_files_and_predicts_with_the_images_of_the_data(tmp_path: Path) -> None:
     tiny_pipelines.written("sd15", tmp_path / "base")
     data = Pictures(tmp_path / "base")
@@ -148,6 +151,7 @@ def test_a_checkpoint_needs_no_files_and_predicts_with_the_images_of_the_data(tm
         module.eval().sample(captions=["a"])
 
 
+@pytest.mark.turns(4, family="runs with images")
 def test_low_rank_adapters_of_a_controlnet(tmp_path: Path) -> None:
     tiny_pipelines.written("sd15", tmp_path / "base")
     lora = LoRA(rank=2, modules_to_save=NEW)
@@ -175,6 +179,7 @@ def test_low_rank_adapters_of_a_controlnet(tmp_path: Path) -> None:
         export_pipeline(tmp_path / "4.ckpt", tmp_path / "no", lora="diffusers")
 
 
+@pytest.mark.turns(4, family="runs with images")
 def test_an_inpainting_run_becomes_an_inpainting_pipeline(tmp_path: Path) -> None:
     tiny_pipelines.written("sdxl", tmp_path / "base")
     module, runner = fit(tmp_path / "base", "inpaint")
@@ -193,7 +198,7 @@ def test_an_inpainting_run_becomes_an_inpainting_pipeline(tmp_path: Path) -> Non
     assert "mask_image=mask, strength=1.0" in (made / "README.md").read_text()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4, family="runs with images")
 def test_recomputed_blocks_change_no_bit(tmp_path: Path) -> None:
     tiny_pipelines.written("sd15", tmp_path / "base")
     plain, _ = fit(tmp_path / "base", "controlnet")
@@ -201,6 +206,7 @@ def test_recomputed_blocks_change_no_bit(tmp_path: Path) -> None:
     assert_equal(plain.state_dict(), recomputed.state_dict())
 
 
+@pytest.mark.turns(4, family="runs with images")
 def test_adapters_of_kontext_load_into_its_pipeline(tmp_path: Path) -> None:
     base = tiny_pipelines.written("flux", tmp_path / "base")
     lora = LoRA(rank=2, targets=["to_q", "to_k", "to_v", "to_out.0"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def controlled(folder: Path, family: str, controlnet: Any) -> Any:
     return getattr(diffusers, name)(**components, controlnet=controlnet)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 def test_a_controlnet_predicts_what_its_pipeline_does(family: str, tmp_path: Path) -> None:
     tiny_pipelines.written(family, tmp_path)
@@ -125,7 +127,8 @@ def test_a_controlnet_predicts_what_its_pipeline_does(family: str, tmp_path: Pat
     check_predictions(module, steps, batch, 5.0)
 
 
-@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("family", ["sdxl", "sd15"])
 def test_an_inpainting_network_predicts_what_its_pipeline_does(family: str, tmp_path: Path) -> None:
     base = tiny_pipelines.written(family, tmp_path)
     module = ours_from(tmp_path, "inpaint")
@@ -148,6 +151,7 @@ def test_an_inpainting_network_predicts_what_its_pipeline_does(family: str, tmp_
     check_predictions(module, steps, batch, 5.0)
 
 
+@pytest.mark.turns(2, family="edit models")
 def test_kontext_predicts_what_its_pipeline_does(tmp_path: Path) -> None:
     base = tiny_pipelines.written("flux", tmp_path)
     module = ours_from(tmp_path, "sequence")
@@ -167,10 +171,15 @@ def test_kontext_predicts_what_its_pipeline_does(tmp_path: Path) -> None:
     check_predictions(module, steps, batch, 1.0)
 
 
+@pytest.mark.turns(2, family="edit models")
 def test_qwen_image_edit_predicts_what_its_pipeline_does(tmp_path: Path) -> None:
     base = tiny_pipelines.written("qwen_image", tmp_path)
     module = ours_from(tmp_path, "sequence")
     pipeline = diffusers.QwenImageEditPipeline(**base.components, processor=None)
+    index = json.loads((tmp_path / "model_index.json").read_text()) | {"_class_name": "QwenImageEditPipeline"}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigurationError, match="reads captions together with the image to edit"):
+        TextEncoder.load(TextEncoderConfig(str(tmp_path)))
     draws = torch.Generator().manual_seed(2)
     text = torch.randn(1, 5, 16, generator=draws)
     latents = torch.randn(1, 4, 128, 128, generator=draws)  # of a picture of the size to which the pipeline scales
@@ -208,7 +217,8 @@ def text_of(module: LatentDiffusion, captions: list[str]) -> tuple[Tensor, Any]:
     return found.hidden, found.pooled
 
 
-@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("family", ["sdxl", "sd15"])
 def test_the_loss_of_a_controlnet_is_that_of_diffusers_script(family: str, tmp_path: Path) -> None:
     tiny_pipelines.written(family, tmp_path)
     module = ours_from(tmp_path, "controlnet")

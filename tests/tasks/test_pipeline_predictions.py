@@ -338,3 +338,16 @@ def renamed(network: Any, names: dict[str, str], parts: dict[str, str]) -> dict[
                 rest = parts[part] + rest.removeprefix(part)
         found[f"{names[prefix]}.{rest}"] = tensor
     return found
+
+
+def test_a_pipeline_is_read_where_modules_are_built_without_memory(tmp_path: Path) -> None:
+    """As `plan` builds them; tables that are computed there serve later runs."""
+    from lit_efficient.losses import noise_process
+
+    tiny_pipelines.written("sdxl", tmp_path)
+    noise_process._angles.cache_clear()
+    with torch.device("meta"):
+        module = LatentDiffusion(DiffusersModelConfig(str(tmp_path)), samples=Samples(0))
+        module.process.alpha_sigma(torch.rand(1, device="cpu"))
+    assert module.process.betas_range == (0.00085, 0.012)
+    assert module.process.alpha_sigma(torch.tensor([1.0]))[0].device.type == "cpu"

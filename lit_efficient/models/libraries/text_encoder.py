@@ -71,6 +71,13 @@ def located(spec: TextEncoderConfig) -> TextEncoderConfig:
     if spec.place is not None and not spec.subfolder:
         index = pipeline_index(spec.place, spec.revision)
     if index is not None and spec.pipeline is None:
+        name = str(index.get("_class_name"))
+        if name.startswith("QwenImageEdit"):
+            raise ConfigurationError(
+                f"TextEncoderConfig: the text encoder of {name} in {spec.place} reads captions together with the image "
+                "to edit, which is not supported: leave text_encoder out, and give the pipeline's prompt_embeds in "
+                "batches, as text and text_mask"
+            )
         kind = text_kind(index)
         if kind is None:
             raise ConfigurationError(
