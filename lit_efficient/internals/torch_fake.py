@@ -107,6 +107,8 @@ def like_real_ones() -> Iterator[None]:
 @functools.cache
 def _fake_kind(kind: Any) -> Any:
     """Return a class that derives from a class of parameters, such as one for 4 bits, and from FakeTensor."""
+    if issubclass(kind, FakeTensor):  # the class of a fake, which a library gives to a copy
+        return kind
 
     def detach(self: Tensor) -> Any:
         alias = Tensor.detach(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ def test_photographs_end_in_a_pipeline(name: str, family: str) -> None:
     layers = [part for part in pipeline.unet.modules() if hasattr(part, "lora_A")]
     assert len(layers) == (0 if name == "textual_inversion" else len([*_attention(pipeline.unet)]))
     assert all(part.lora_B[next(iter(part.lora_B))].weight.any() for part in layers)
+
+
+@pytest.mark.turns(2, family="plans of text recipes")
+@pytest.mark.parametrize("name", ["textual_inversion", "lora_sd15", "lora_sdxl"])
+def test_a_plan_knows_the_pipeline_of_the_network(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "diffusion" / f"{name}.yaml")
+    assert main(["plan", "-c", config, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["plan"]
+    assert 0 < planned["trainable"] < 0.3 * planned["parameters"]
+    assert planned["kinds"]["weights"] + planned["kinds"]["adapters"] == 4 * planned["parameters"]
 
 
 def _attention(unet: torch.nn.Module) -> list[str]:

@@ -46,6 +46,7 @@ def _loaders(fit: Fit) -> Any:
     data = fit.datamodule
     if data is not None:
         data.trainer = fit.trainer
+        fit.trainer.strategy.connect(fit.module)  # data may read the network that it is for from the trainer
         data.prepare_data()
         data.setup("fit")
         return data.train_dataloader()

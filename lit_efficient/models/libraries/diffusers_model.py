@@ -28,6 +28,7 @@ from lit_efficient.errors import (
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import map_tensors
 from lit_efficient.internals.hugging_face import bars_on_terminals, keeps_float32
+from lit_efficient.internals.torch_dispatch import fakes_are_made
 from lit_efficient.models.libraries.causal_lm import Primitive
 from lit_efficient.models.libraries.config_fields import (
     check_names,
@@ -150,6 +151,8 @@ def build(spec: DiffusersModelConfig) -> "ModelMixin":
             drawn = _converted(fields, dtype)
             fill_waiting(drawn, torch.device("cpu"))  # converts each tensor as soon as it is drawn
         return cast("ModelMixin", drawn.train())
+    if fakes_are_made():  # a plan needs shapes alone
+        return cast("ModelMixin", nn.Module.to(cast(nn.Module, from_fields(fields)), dtype).train())
     changed = {name: fields[name] for name in spec.config_fields or {} if name in fields and name != "_class_name"}
     if spec.config is not None:
         return cast("ModelMixin", _from_single_file(spec, kind, changed).train())

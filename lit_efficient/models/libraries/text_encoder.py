@@ -38,6 +38,7 @@ from lit_efficient.errors import CheckpointError, ConfigurationError
 from lit_efficient.files.known_facts import beside_facts, content_key, known_facts, note_facts
 from lit_efficient.files.records import rebuild
 from lit_efficient.files.tensors import load_tensors, save_tensors
+from lit_efficient.internals.torch_dispatch import fakes_are_made, no_dispatch_modes
 from lit_efficient.models.libraries.caption_tokens import USUAL_LENGTH, CaptionTokens
 from lit_efficient.models.libraries.latent_codec import EMBEDDED_BYTES
 from lit_efficient.models.libraries.pipeline_folder import pipeline_index, text_kind, text_length
@@ -247,7 +248,7 @@ class TextEncoder:
         """Return copies of the networks. Those on disk are loaded for the caller alone."""
         if self._parts is None:
             return type(self).load(self.spec).parts
-        return [TextNetwork(part.spec, copy.deepcopy(part.network), part.tokens) for part in self._parts]
+        return [TextNetwork(part.spec, _copied(part.network), part.tokens) for part in self._parts]
 
     @property
     def nbytes(self) -> int:
@@ -436,3 +437,17 @@ class _Memory:
 
 def _size(embedding: TextEmbedding) -> int:
     return sum(part.nbytes for part in embedding if part is not None)
+
+
+def _copied(network: nn.Module) -> nn.Module:
+    """Return a copy of a network. In a plan, where tensors have no values, those of the copy have none, either."""
+    if not fakes_are_made():
+        return copy.deepcopy(network)
+    with no_dispatch_modes():
+        made = copy.deepcopy(network)
+    for module in made.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer))
+    return made
