@@ -1,7 +1,8 @@
 """Compare `plan` with peaks measured on a GPU: the rungs of `ladder_gpu.py` that figures.json records.
 
     python -m benchmarks.plan_ladder            all rungs that were measured without a compiler
-    python -m benchmarks.plan_ladder LoRA       rungs with this word in their names
+    python -m benchmarks.plan_ladder LoRA       rungs of these names
+    python -m benchmarks.plan_ladder '8B QLoRA in tiles, 24 GiB@131072'    with rows of another length
 
 Weights are not materialised. The loop is that of the ladder, which clears gradients after the step. The plan reproduces
 the environment of the measured run: torch 2.11, whose autocast leaves RMSNorm unchanged (2.12 casts its input to
@@ -12,7 +13,9 @@ code, or offloading whose copies overlap with computation.
 from __future__ import annotations
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,8 +33,8 @@ from lit_efficient.losses import liger_cross_entropy
 from lit_efficient.surgery import mix_in
 
 NAMES = ("base", "packed", "chunked loss", "checkpointing", "optimizer in backward")
-NAMES = (*NAMES, "GaLore", "8-bit AdamW", "LoRA", "QLoRA")
-FUSED = ("base", "chunked loss", "checkpointing")  # measured with AdamW's fused kernel
+NAMES = (*NAMES, "GaLore", "8-bit AdamW", "LoRA", "QLoRA", "activation offload", "checkpointing, offloaded")
+FUSED = ("base", "chunked loss", "checkpointing", "checkpointing, offloaded")  # measured with AdamW's fused kernel
 
 
 class NotWidened(nn.Module):
@@ -96,12 +99,18 @@ def measured() -> dict[str, float]:
 def main() -> int:
     peaks = measured()
     results = {}
-    for name in sys.argv[1:] or NAMES:
+    for wanted in sys.argv[1:] or NAMES:
+        name, _, length = wanted.partition("@")
+        rung = RUNGS[name]
+        peak = peaks.get(name, math.nan)
+        if length:
+            rung = replace(rung, length=int(length))
+            peak = math.nan
         with mock.patch.object(liger_cross_entropy, "installed", return_value=True):
-            found = predicted(RungFit(RUNGS[name]), peaks[name])
-        results[name] = {"measured": peaks[name], **found}
+            found = predicted(RungFit(rung), peak)
+        results[wanted] = {"measured": peak, **found}
         shown = f"{found['gib']:6.2f} GiB  {found['error']:+.1f} %  {found['kinds']}"
-        print(f"{name:24} {peaks[name]:6.2f} GiB  {shown}", flush=True)
+        print(f"{wanted:24} {peak:6.2f} GiB  {shown}", flush=True)
     print("RESULT " + json.dumps(results))
     return 0
 

@@ -242,7 +242,7 @@ def run(argv: Sequence[str]) -> int:
     """Run ``preview``."""
     parser = argparse.ArgumentParser(
         "lit_efficient preview",
-        description="Show a batch of tokens or images. The options of fit are accepted, too: -c CONFIG, --data.X, ...",
+        description="Show a batch of tokens or images. The options of fit are accepted: -c CONFIG, --data.seed 1, ...",
         allow_abbrev=False,
     )
     parser.add_argument("--split", choices=("train", "val"), default="train")
