@@ -10,6 +10,7 @@ from lit_efficient.errors import ConfigurationError, checks_types, refusal
 
 AUTO = "auto"
 Label = int | str
+_JSON = "json."  # of columns that are entries of a .json file in a tar
 Subfolders = Literal["auto", "classes", "repeats"]
 _USUAL = {
     "image": ("image", "img", "picture", "jpg", "png"),
@@ -61,6 +62,16 @@ def chosen_column(kind: str, wanted: str | None, names: Sequence[str], where: st
             f"ImageData: columns.{kind} is {wanted!r}, but {where} has no such column. It has {', '.join(names)}."
         )
     return wanted
+
+
+def tar_column(kind: str, wanted: str | None, names: Sequence[str], where: str) -> str | None:
+    """Return a column of a tar as :func:`chosen_column` does. ``auto`` also finds a usual name in a .json file."""
+    found = chosen_column(kind, wanted, names, where)
+    if found is None and wanted == AUTO:
+        entries = [name.removeprefix(_JSON) for name in names if name.startswith(_JSON)]
+        entry = chosen_column(kind, wanted, entries, where)
+        found = None if entry is None else _JSON + entry
+    return found
 
 
 def image_column(wanted: str, names: Sequence[str], holding: Sequence[str], where: str) -> str:

@@ -20,6 +20,7 @@ from lit_efficient.data.images.image_columns import (
     chosen_column,
     file_in,
     image_column,
+    tar_column,
 )
 from lit_efficient.errors import ConfigurationError, listed
 from lit_efficient.files.tables import map_table
@@ -48,15 +49,17 @@ class SavedTable:
         self.labels: list[Label] | None = None
         self.label_names: list[str] | None = None
         self.captions: list[list[str]] | None = None
+        is_tar = bool(files) and files[0].suffix == ".tar"
         label = chosen_column("label", columns.label, names, str(path))
         if label is not None:
             self.labels = [check_label(value, self.place(row), label) for row, value in enumerate(rows[label])]
             self.label_names = getattr(rows.features[label], "names", None)
-        caption = chosen_column("caption", columns.caption, names, str(path))
+        caption_column = tar_column if is_tar else chosen_column
+        caption = caption_column("caption", columns.caption, names, str(path))
         if caption is not None:
             self.captions = [check_caption(value, self.place(row), caption) for row, value in enumerate(rows[caption])]
-            if files and files[0].suffix == ".tar":  # a text file ends with a newline
-                self.captions = [[text.strip() for text in texts] for texts in self.captions]
+            if is_tar:  # a text file may begin with a byte order mark, and ends with a newline
+                self.captions = [[text.removeprefix("\ufeff").strip() for text in texts] for texts in self.captions]
         self._folder = path if path.is_dir() else path.parent
         self._rows = _undecoded(rows, self.image)
         self.files = list(files) or [Path(entry["filename"]) for entry in self._rows.cache_files]

@@ -115,6 +115,12 @@ class StreamedImages(IterableDataset[dict[str, Any]]):
             for copy in range(one.repeats):
                 self.shards += [(source, copy, first + place, shard) for place, shard in enumerate(found)]
         self._has_warned = False
+        self._captioned: bool | None = None  # whether the rows have captions, once the first one is known
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Settings that the order of the rows depends on, for a checkpoint."""
+        return {"seed": self.seed, "buffer": self.stream.buffer, "shards": len(self.shards)}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         rank, ranks = self.place or place_among_ranks()
@@ -222,17 +228,37 @@ class StreamedImages(IterableDataset[dict[str, Any]]):
                 allowed = f"a number from 0 to {self.stream.classes - 1} (stream.classes is {self.stream.classes})"
                 raise refusal(f"ImageData: {row.place}", "the label", allowed, label)
             item["labels"] = label
-        about = self.sets[kept.source]
+        captions = self._captions(row, self.sets[kept.source], rules)
+        if captions:
+            number = variant // self.pixel_variants
+            trigger = self.sets[kept.source].trigger
+            item["captions"] = rules.caption(captions, trigger, kept.index, number, self.seed)
+        return item
+
+    def _captions(self, row: Row, about: ImageSet, rules: CaptionRules) -> list[str]:
+        """Return the captions of a row; none if no row has any.
+
+        Raises:
+            ConfigurationError: If they are no texts, more than the variants, or missing in some rows.
+        """
         caption = row.caption
         if caption is None:
             caption = about.prompt
         if caption is None and about.trigger is not None:
             caption = ""
-        if caption is not None:
-            check_caption(caption, row.place, "caption")
-            number = variant // self.pixel_variants
-            item["captions"] = rules.caption([caption], about.trigger, kept.index, number, self.seed)
-        return item
+        found = [] if caption is None else check_caption(caption, row.place, "caption")
+        if self._captioned is None:
+            self._captioned = bool(found)
+        if self._captioned != bool(found):
+            has, others = ("a", "none") if found else ("no", "one")
+            raise ConfigurationError(
+                f"ImageData: {row.place} has {has} caption, and rows before it have {others}. Add the missing ones, "
+                "give the set a prompt, or set columns.caption: null."
+            )
+        if len(found) > rules.variants:
+            allowed = f"at least {len(found)}, the number of captions of {row.place}"
+            raise refusal("ImageData", "caption_rules.variants", allowed, rules.variants)
+        return found
 
 
 def _check_set(one: ImageSet) -> None:

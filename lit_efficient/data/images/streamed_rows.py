@@ -17,13 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_efficient.data.images.image_columns import ImageColumns, bytes_of, chosen_column, image_column
+from lit_efficient.data.images.image_columns import ImageColumns, bytes_of, chosen_column, image_column, tar_column
 from lit_efficient.data.images.image_tables import IMAGE_SUFFIXES
 from lit_efficient.data.latents.encoded_mds import MosaicShards, mosaic_files
 from lit_efficient.errors import ConfigurationError
 
 _SUFFIXES = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
-_JSON = "json."
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Row:
     place: str  # for messages
     number: int  # in its shard
     read: Callable[[], bytes]  # returns the encoded image
-    caption: str | None
+    caption: object  # a text, or a list of several, if the row is right
     label: object
 
 
@@ -129,12 +128,12 @@ class TarShard:
             raise ConfigurationError(
                 f"ImageData: {place} has no image (columns.image: {wanted}). Its files end in {', '.join(fields)}."
             )
-        caption = self._value(_column("caption", self._columns.caption, list(values), place), fields, notes)
-        label = self._value(_column("label", self._columns.label, list(values), place), fields, notes)
+        caption = self._value(tar_column("caption", self._columns.caption, list(values), place), fields, notes, place)
+        label = self._value(tar_column("label", self._columns.label, list(values), place), fields, notes, place)
         if isinstance(label, str) and label.strip().isdigit():
             label = int(label)
         read = partial(_part_of_file, self._path, *fields[image])
-        return Row(place, number, read, None if caption is None else str(caption).strip(), label)
+        return Row(place, number, read, caption.strip() if isinstance(caption, str) else caption, label)
 
     def _entries(self, place: str, offset: int, size: int) -> dict[str, Any]:
         try:
@@ -143,14 +142,17 @@ class TarShard:
             raise ConfigurationError(f"ImageData: {place} has a .json file that cannot be read: {error}.") from error
         if not isinstance(found, dict):
             return {}
-        return {f"{_JSON}{name}": value for name, value in found.items()}
+        return {f"json.{name}": value for name, value in found.items()}
 
-    def _value(self, name: str | None, fields: dict[str, tuple[int, int]], notes: dict[str, Any]) -> Any:
+    def _value(self, name: str | None, fields: dict[str, tuple[int, int]], notes: dict[str, Any], place: str) -> Any:
         if name is None:
             return None
         if name in notes:
             return notes[name]
-        return _part_of_file(self._path, *fields[name]).decode("utf-8", "replace")
+        try:
+            return _part_of_file(self._path, *fields[name]).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"ImageData: {place}.{name} cannot be read as UTF-8 text: {error}.") from error
 
 
 class ParquetShard:
@@ -279,16 +281,6 @@ def _part_of_file(path: Path, offset: int, size: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(size)
-
-
-def _column(kind: str, wanted: str | None, names: list[str], place: str) -> str | None:
-    """Return a column of a tar. ``auto`` also finds an entry of a .json file with a usual name."""
-    found = chosen_column(kind, wanted, names, place)
-    if found is None and wanted == "auto":
-        entries = [name.removeprefix(_JSON) for name in names if name.startswith(_JSON)]
-        entry = chosen_column(kind, wanted, entries, place)
-        found = None if entry is None else _JSON + entry
-    return found
 
 
 def _holds_bytes(kind: Any) -> bool:

@@ -18,7 +18,7 @@ class StreamLoader:
     Args:
         loader: Loader of an endless data set. Its attribute ``place``, if there is one, becomes the rank and the number
             of ranks, and its attribute ``skipped`` the number of batches that were yielded before. Without ``skipped``
-            these batches are read again.
+            these batches are read again. ``settings`` are further numbers that the batches depend on.
         batches: Batches of an epoch.
         owner: Class that uses the loader, for errors.
         batch_size: Rows of a batch, if the loader does not know.
@@ -67,10 +67,10 @@ class StreamLoader:
             ConfigurationError: If these settings give other batches.
         """
         for name, value in self._settings().items():
-            if state_dict[name] != value:
+            saved = state_dict.get(name)
+            if saved != value:
                 raise ConfigurationError(
-                    f"{self.owner}: a stream is resumed with the same {name}: {state_dict[name]} in the checkpoint, "
-                    f"{value} now."
+                    f"{self.owner}: a stream is resumed with the same {name}: {saved} in the checkpoint, {value} now."
                 )
         self._yielded = int(state_dict["batches"])
         self._stream = None
@@ -80,4 +80,5 @@ class StreamLoader:
             "processes": place_among_ranks()[1],
             "num_workers": self.loader.num_workers,
             "batch_size": int(self.batch_size),
+            **getattr(self.loader.dataset, "settings", {}),
         }

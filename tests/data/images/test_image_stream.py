@@ -21,6 +21,7 @@ from PIL import Image
 from lit_efficient import (
     AspectBuckets,
     AutoencoderConfig,
+    CaptionRules,
     ConfigurationError,
     ExactResume,
     ImageData,
@@ -182,13 +183,17 @@ def test_a_stream_goes_on_where_it_stood(
     other = streamed(tmp_path, **settings | {"num_workers": workers + 1}).train_dataloader()
     with pytest.raises(ConfigurationError, match="ImageData: a stream is resumed with the same num_workers"):
         other.load_state_dict(states[3])
+    for change in ({"seed": 1}, {"stream": {"buffer": 5}}, {"train": [ImageSet(str(tmp_path), repeats=2)]}):
+        other = streamed(tmp_path, **settings | change).train_dataloader()
+        with pytest.raises(ConfigurationError, match=r"a stream is resumed with the same (seed|buffer|shards)"):
+            other.load_state_dict(states[3])
 
 
 def test_rows_before_a_resume_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tars(tmp_path)
     data = streamed(tmp_path)
     loader = data.train_dataloader()
-    loader.load_state_dict({"batches": 20, "processes": 1, "num_workers": 0, "batch_size": 4})
+    loader.load_state_dict(loader.state_dict() | {"batches": 20})
     read = []
     original = data.streamed._item  # type: ignore[union-attr]
     monkeypatch.setattr(data.streamed, "_item", lambda *given: read.append(1) or original(*given))
@@ -277,6 +282,48 @@ def test_sets_with_repeats_and_triggers(tmp_path: Path) -> None:
     assert texts == sorted([f"sks, {caption(n)}" for n in range(COUNT)] * 2 + [caption(n) for n in range(COUNT)])
     twice = [item["variant"].item() for item in items if item["captions"] == ["sks, picture 3"]]
     assert sorted(twice) == [0, 1]
+
+
+def tar_of(folder: Path, *samples: dict[str, bytes]) -> str:
+    with tarfile.open(folder / "own.tar", "w") as archive:
+        for number, fields in enumerate(samples):
+            for suffix, content in ({"png": picture(number)} | fields).items():
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return str(folder / "own.tar")
+
+
+def test_captions_are_read_as_those_of_a_tar_that_is_not_streamed(tmp_path: Path) -> None:
+    for fields, expected in (
+        ({"txt": b"\xef\xbb\xbfa caf\xc3\xa9\r\n"}, ["a café"]),
+        ({"json": b'{"caption": ["one", "two"]}'}, ["one", "two"]),
+    ):
+        named = tar_of(tmp_path, fields, fields)
+        rules = CaptionRules(variants=len(expected))
+        data = streamed(tmp_path, train=named, stream={"classes": 0}, batch_size=1, caption_rules=rules)
+        assert {text for batch in taken(data, 16) for text in batch["captions"]} == set(expected)
+        whole = ImageData(named, caption_rules=rules, val_fraction=0, cache_dir=str(tmp_path / "cache"))
+        whole.prepare_data()
+        whole.setup("fit")
+        assert whole.captions_of(0) == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([{"txt": b"caf\xe9"}], r"own\.tar, 0\.txt cannot be read as UTF-8 text"),
+        ([{"json": b'{"caption": 5}'}], "the caption in 'caption' must be a text"),
+        ([{"json": b'{"caption": ["a", "b"]}'}], "caption_rules.variants must be at least 2"),
+        ([{"txt": b"a"}, {}], "caption, and rows before it have"),
+    ],
+)
+def test_captions_that_cannot_be_meant_are_refused(
+    samples: list[dict[str, bytes]], message: str, tmp_path: Path
+) -> None:
+    data = streamed(tmp_path, train=tar_of(tmp_path, *samples), stream={"classes": 0}, batch_size=1)
+    with pytest.raises(ConfigurationError, match=message):
+        taken(data, 2)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")  # theirs
