@@ -160,9 +160,12 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
     def _pairs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the latents of the preferred images of a batch, followed by those of the others, and their masks."""
         if "condition" not in batch:
+            way_out = "Use a set of images with a condition"
+            if "condition_latents" in batch:
+                way_out = "Set condition: pixels in LatentData"
             raise ConfigurationError(
                 "DiffusionPreference: a batch must have a condition, the other image of each pair; this one has "
-                f"{', '.join(sorted(batch))}. Use a set of images with a condition"
+                f"{', '.join(sorted(batch))}. {way_out}"
             )
         ours = latent_source.with_posterior(batch, self.codec)
         theirs = latent_source.with_posterior({"images": batch["condition"]}, self.codec)

@@ -105,6 +105,8 @@ def _member(batch: dict[str, Any], name: str, spec: ImageCondition) -> Tensor:
         found: Tensor = batch[name]
         return found
     way_out = "add a set of condition images to the data"
+    if name == "condition" and "condition_latents" in batch:
+        way_out = "set condition: pixels in LatentData"
     if name == "images":
         way_out = "train on images and not on cached latents, because the masked images are encoded in each step"
     raise ConfigurationError(

@@ -219,6 +219,27 @@ def test_what_does_not_fit_an_image_is_refused(tmp_path, change, message):
         ready([ImageSet(str(tmp_path / "images"), **change)])
 
 
+def test_masks_are_found_behind_links_to_folders(tmp_path):
+    painted(tmp_path / "real", 2)
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "dog").symlink_to(tmp_path / "real" / name)
+    found = [
+        ready([ImageSet(str(folder / "images"), mask=str(folder / "masks"))], VIEW).dataset[1, 0]["mask"]
+        for folder in (tmp_path, tmp_path / "real")
+    ]
+    assert torch.equal(*found)
+
+
+def test_a_mask_of_zeros_and_ones_is_refused(tmp_path):
+    painted(tmp_path, 1)
+    mask = tmp_path / "masks" / "0.png"
+    Image.fromarray((np.asarray(Image.open(mask)) > 0).astype(np.uint8)).save(mask)
+    data = ready([ImageSet(str(tmp_path / "images"), mask=str(tmp_path / "masks"))])
+    with pytest.raises(ConfigurationError, match=r"masks/0.png cannot be read: its brightest pixels are 1"):
+        next(iter(data.train_dataloader()))
+
+
 @pytest.mark.parametrize("relative", [True, False])
 def test_masks_in_a_folder_of_the_images_are_not_trained_on(tmp_path, monkeypatch, relative):
     painted(tmp_path)
@@ -538,12 +559,12 @@ def test_variants_of_captions_shuffle_tags_after_those_that_are_kept():
 
 
 def test_several_captions_of_an_image_are_lines_or_a_list(tmp_path):
-    write(tmp_path, ["0.png", "1.png"], ["one\ntwo\n\nthree\n", "alone"])
+    write(tmp_path, ["0.png", "1.png"], ["one\ntwo\n\nthr\u2028ee\n", "alone"])
     data = ready(str(tmp_path), caption_rules=CaptionRules(variants=3, lines="choose"))
     found = {tuple(data.captions_of(index)) for index in range(2)}
-    assert found == {("one", "two", "three"), ("alone", "alone", "alone")}
+    assert found == {("one", "two", "thr ee"), ("alone", "alone", "alone")}
     joined = ready(str(tmp_path))
-    assert {joined.dataset[index, 0]["captions"] for index in range(2)} == {"one two three", "alone"}
+    assert {joined.dataset[index, 0]["captions"] for index in range(2)} == {"one two thr ee", "alone"}
     rows = [{"file_name": f"{n}.png", "text": ["a", "b"] if n else "c"} for n in range(2)]
     write_metadata(tmp_path, rows)
     with pytest.raises(ConfigurationError, match=r"up to 2 captions.*Set caption_rules.variants to at least 2"):

@@ -189,6 +189,8 @@ def test_batches_without_pairs_are_refused(tmp_path: Path) -> None:
     without = {name: value for name, value in batch.items() if name != "condition"}
     with pytest.raises(ConfigurationError, match="a batch must have a condition, the other image of each"):
         made(tmp_path).training_step(without, 0)
+    with pytest.raises(ConfigurationError, match="Set condition: pixels in LatentData"):
+        made(tmp_path).training_step(without | {"condition_latents": torch.zeros(2, 4, 8, 8)}, 0)
     for labels in (None, torch.tensor([0, 2])):
         given = batch if labels is None else batch | {"labels": labels}
         with pytest.raises(ConfigurationError, match="labels of a batch must be 0 or 1 with labelled, got"):

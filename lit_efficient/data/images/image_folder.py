@@ -196,7 +196,9 @@ class FolderTable(FileTable):
             return [caption]
         content = _text_of(caption)
         if self._about.caption_rules is not None and self._about.caption_rules.lines == "choose":
-            return [" ".join(line.split()) for line in content.splitlines() if line.strip()] or [""]
+            # splitlines() would also split at U+2028 and others.
+            lines = io.StringIO(content, newline=None)
+            return [" ".join(line.split()) for line in lines if line.strip()] or [""]
         return [" ".join(content.split())]
 
     def _note_of(self, captions: Sequence[Path | str]) -> str:
@@ -274,6 +276,28 @@ def _repeated(name: str) -> tuple[int, str]:
     return int(matched[1]), matched[2].strip()
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Return all files below a folder that are not hidden, sorted.
+
+    Links to folders are followed, except links to a folder that contains them.
+    """
+    found = []
+    # Real paths of a folder and of the folders above it.
+    parents_of = {os.fspath(folder): {os.path.realpath(folder)}}
+    for here, below, names in os.walk(folder, followlinks=True):
+        parents = parents_of.pop(here)
+        followed = []
+        for name in below:
+            inside = os.path.join(here, name)
+            real = os.path.realpath(inside)
+            if not name.startswith(".") and not (os.path.islink(inside) and real in parents):
+                parents_of[inside] = {*parents, real}
+                followed.append(name)
+        below[:] = followed
+        found += [Path(here, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
 def _metadata_of(folder: Path) -> list[Path]:
     found = [folder / name for name in _METADATA if (folder / name).is_file()]
     if len(found) > 1:
@@ -330,7 +354,7 @@ def companions(table: FolderTable, kind: str, named: str, suffixes: Sequence[str
             f"{' or '.join(ENDINGS)}."
         )
     found: dict[str, list[Path]] = {}
-    for file in sorted(folder.rglob("*")):
+    for file in files_in(folder):
         if file.suffix.lower() in suffixes:
             found.setdefault(file.relative_to(folder).with_suffix("").as_posix(), []).append(file)
     files = []

@@ -38,7 +38,6 @@ class ImageScores:
 
     Args:
         judge: Folder, name or ``config.json`` of a vision model of transformers, whose features are compared. null: no
-            scores.
             scores. A file with an Inception network gives the distances the names ``fid`` and ``kid``: TorchScript, or
             the state dict that torch-fidelity reads (``pt_inception-2015-12-05-6726825d.pth``).
         images: Number of training images to compare with.

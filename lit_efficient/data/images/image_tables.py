@@ -3,7 +3,6 @@
 The order of the rows depends on names alone.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lit_efficient.data.images.image_columns import ImageColumns, Label
-from lit_efficient.data.images.image_folder import ENDINGS, FolderTable, companions, is_label
+from lit_efficient.data.images.image_folder import ENDINGS, FolderTable, companions, files_in, is_label
 from lit_efficient.data.images.image_rows import SavedTable
 from lit_efficient.data.images.image_set import ImageSet
 from lit_efficient.errors import ConfigurationError, checks_types
@@ -91,7 +90,7 @@ def open_table(about: ImageSet, split: str, columns: ImageColumns, cache_dir: st
     # These folders also hold .arrow files, so they must be recognised first.
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return SavedTable(path, split, columns)
-    files = [file for file in _files_in(path) if not _belongs_to_set(file, about)]
+    files = [file for file in files_in(path) if not _belongs_to_set(file, about)]
     found = {"images": [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]}
     if about.generate is not None:
         # The folder may hold more, from a run that asked for more.
@@ -174,28 +173,6 @@ def _open_images(path: Path, images: list[Path], split: str, columns: ImageColum
     own = [image for image in images if folder in image.parents]
     others = [image for image in images if folder not in image.parents]
     return FolderTable(folder, own, columns, about, path, others)
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Return all files below a folder that are not hidden, sorted.
-
-    Links to folders are followed, except links to a folder that contains them.
-    """
-    found = []
-    # Real paths of a folder and of the folders above it.
-    parents_of = {os.fspath(folder): {os.path.realpath(folder)}}
-    for here, below, names in os.walk(folder, followlinks=True):
-        parents = parents_of.pop(here)
-        followed = []
-        for name in below:
-            inside = os.path.join(here, name)
-            real = os.path.realpath(inside)
-            if not name.startswith(".") and not (os.path.islink(inside) and real in parents):
-                parents_of[inside] = {*parents, real}
-                followed.append(name)
-        below[:] = followed
-        found += [Path(here, name) for name in names if not name.startswith(".")]
-    return sorted(found)
 
 
 def _split_of(name: str) -> str | None:
