@@ -92,6 +92,10 @@ def run(argv: Sequence[str]) -> int:
             with model.before_training():
                 columns.append(drawing.column("before", {**about, "weights": "before training"}))
         columns.append(drawing.column(name, about))
+        sizes = [list(column.images[0][0].shape) for column in columns]
+        if sizes[-1] != sizes[0]:
+            allowed = f"checkpoints whose images have one size ({sizes[0]} as those of {arguments.ckpt[0]})"
+            raise refusal("sample", "--ckpt", allowed, f"{sizes[-1]} of {ckpt}")
     _write_grid(columns, subjects, seeds, grid, settings)
     count = len(columns) * len(subjects) * len(seeds)
     print(f"Wrote {grid}" if folder is None else f"Wrote {grid} and {count} images in the same folder")

@@ -208,6 +208,20 @@ def test_checkpoints_are_columns_of_one_grid_beside_the_pretrained_network(tmp_p
         _task("classes").check_before_training()
 
 
+def test_checkpoints_with_images_of_other_sizes_share_no_grid(
+    tasks: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = LatentDiffusion(replace(SHAPE, size=4), sampling_steps=1, samples=Samples(0))
+    module.configure_model()
+    module.codec, module.latent_size = codec(), (4, 4)
+    checkpoint = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}
+    module.on_save_checkpoint(checkpoint)
+    write(tmp_path / "small.ckpt", checkpoint)
+    given = ["--ckpt", str(tasks["folder"] / "classes"), str(tmp_path / "small.ckpt"), "--device", "cpu"]
+    assert main(["sample", *given, "--classes", "1", "--seeds", "5", "--output", str(tmp_path / "out")]) == 2
+    assert "--ckpt must be checkpoints whose images have one size ([1, 32, 32] as those of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
