@@ -108,12 +108,14 @@ def named_scheduler(process: DiffusionProcess, sampler: Sampler, prediction: Pre
     kind = scheduler_class(sampler.name)
     taken = inspect.signature(kind.__init__).parameters
     given = dict(sampler.options or {})
+    _check_option("use_dynamic_shifting", given.get("use_dynamic_shifting", False), False)
     by_resolution = bool(given.pop("use_dynamic_shifting", False)) and process.schedule == "flow"
     for name, value in given.items():
         if name in _OF_TRAINING:
             raise refusal("Sampler", f"options.{name}", "left out, because the training decides it", value)
         if name not in taken:
             raise refusal("Sampler", "options", f"arguments of {sampler.name} ({', '.join(taken)})", name)
+        _check_option(name, value, taken[name].default)
     shift = shift_at(sampler.shift)
     fields = _USUAL | given | _fields_of(process, prediction, shift)
     # Flux's scheduler shifts by resolution in set_timesteps; others take the shift as a number.
@@ -127,6 +129,15 @@ def named_scheduler(process: DiffusionProcess, sampler: Sampler, prediction: Pre
         raise _unusable(sampler.name, process, f"diffusers cannot build it: {error}") from error
     _check_kind(scheduler, process, sampler.name)
     return scheduler
+
+
+def _check_option(name: str, value: object, default: object) -> None:
+    """Refuse a value of another type than the default: a scheduler would take the text "no" for true."""
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise refusal("Sampler", f"options.{name}", "true or false", value)
+    elif isinstance(default, int | float) and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise refusal("Sampler", f"options.{name}", "a number", value)
 
 
 def sample_with_named(

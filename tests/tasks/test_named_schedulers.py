@@ -146,6 +146,26 @@ def test_any_scheduler_and_options(family: str, name: str, options: dict[str, An
             {"sampler": Sampler("DDIMScheduler", options={"beta_end": 0.1}), "schedule": "linear", "prediction": "v"},
             "options.beta_end must be left out, because the training decides it, got 0.1",
         ),
+        (
+            {
+                "sampler": Sampler("DDIMScheduler", options={"thresholding": "no"}),
+                "schedule": "linear",
+                "prediction": "v",
+            },
+            "options.thresholding must be true or false, got 'no'",
+        ),
+        (
+            {
+                "sampler": Sampler("DDIMScheduler", options={"steps_offset": "1"}),
+                "schedule": "linear",
+                "prediction": "v",
+            },
+            "options.steps_offset must be a number, got '1'",
+        ),
+        (
+            {"sampler": Sampler("FlowMatchEulerDiscreteScheduler", options={"use_dynamic_shifting": "no"})},
+            "options.use_dynamic_shifting must be true or false, got 'no'",
+        ),
     ],
 )
 def test_what_cannot_sample_is_refused_before_training(arguments: dict[str, Any], message: str) -> None:
