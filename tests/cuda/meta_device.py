@@ -68,7 +68,7 @@ class Waits(TorchDispatchMode):
             if blocking:
                 self.note("a copy to the host" if _is_meta(args[1]) else "a copy from the host")
             return first.fill_(1) if _is_meta(args[1]) else first
-        if name in ("equal", "allclose", "is_same_size") and any(map(_is_meta, args)):
+        if name in ("equal", "allclose") and any(map(_is_meta, args)):
             self.note("a comparison")
             return True
         if name in (

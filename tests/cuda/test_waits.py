@@ -129,7 +129,7 @@ def smaller(path: Path) -> dict[str, Any]:
             data["autoencoder"]["init_args"] = {"config_fields": {**VAE, "latent_channels": 8, "sample_size": 8}}
             data["build"] = True
             merge(data["images"]["init_args"], SMALLER["PhotoCrops"])
-        else:
+        elif "name_or_path" not in backbone.get("init_args", backbone):  # a tiny pipeline is small enough
             merge(backbone.get("init_args", backbone), DIT)
     return written
 

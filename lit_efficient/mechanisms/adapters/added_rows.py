@@ -19,7 +19,7 @@ from lit_efficient.internals.torch_modules import FollowsWeight, StaysFloat32
 from lit_efficient.mechanisms.adapters.base import ADDED_ROWS
 from lit_efficient.mechanisms.adapters.low_rank import LowRank
 from lit_efficient.mechanisms.adapters.trained_rows import TrainedRows
-from lit_efficient.surgery import home_of, mix_in, mix_out
+from lit_efficient.surgery import home_of, mix_in, mix_out, moved
 
 
 class AddedRows(FollowsWeight, StaysFloat32):
@@ -43,7 +43,7 @@ class AddedRows(FollowsWeight, StaysFloat32):
         self.added_rows.copy_(initial_rows(self.weight, self.added_from, self.added_seed))
 
     def forward(self, x: Tensor) -> Tensor:
-        ids = torch.tensor(self.added_ids, device=x.device)
+        ids = moved(torch.tensor(self.added_ids, device="cpu"), x.device)
         y: Tensor = super().forward(x.clamp(max=len(self.weight) - 1))  # type: ignore[misc]
         order = ids.argsort()
         place = order[torch.searchsorted(ids, x, sorter=order).clamp(max=len(ids) - 1)]

@@ -18,6 +18,7 @@ from torch import nn
 from lit_efficient.errors import refusal
 from lit_efficient.models.libraries.text_encoder import TextEmbedding, TextEncoder, join, members
 from lit_efficient.models.libraries.text_network import TextEncoderConfig, TextNetwork
+from lit_efficient.surgery import moved
 
 
 class LiveText(TextEncoder):
@@ -80,7 +81,7 @@ class LiveText(TextEncoder):
             else:
                 parts.append(part.embed(distinct, device, negative))
         joined = join(self.spec.pipeline, parts)
-        rows = torch.tensor([distinct.index(caption) for caption in captions], device=device)
+        rows = moved(torch.tensor([distinct.index(caption) for caption in captions], device="cpu"), device)
         pooled = None if joined.pooled is None else joined.pooled[rows]
         return TextEmbedding(joined.hidden[rows], joined.mask[rows], pooled)
 

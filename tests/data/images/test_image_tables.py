@@ -130,7 +130,7 @@ def test_links_to_one_file_are_several_images(tmp_path):
         (tmp_path / f"data/{number}.png").symlink_to(tmp_path / f"blobs/{number % 4}.png")
     write_metadata(tmp_path / "data", [{"file_name": f"./{n}.png", "text": CAPTIONS[n]} for n in range(COUNT)])
     data = opened(tmp_path / "data")
-    assert data.dataset.captions == CAPTIONS
+    assert data.dataset.captions == [[caption] for caption in CAPTIONS]
     assert [number_of(data.dataset[(n, 0)]["images"]) for n in range(COUNT)] == [0, 1, 2, 3] * 2
 
 
@@ -139,7 +139,7 @@ def test_metadata_above_the_folders_of_splits(tmp_path):
     write(tmp_path, names)
     write_metadata(tmp_path, [{"file_name": names[n], "text": CAPTIONS[n]} for n in range(COUNT)])
     assert contents(opened(tmp_path)) == {n: (None, CAPTIONS[n]) for n in range(COUNT) if n % 4 != 3}
-    assert sorted(opened(tmp_path, val=str(tmp_path)).dataset.captions) == sorted(CAPTIONS)
+    assert sorted(opened(tmp_path, val=str(tmp_path)).dataset.captions) == [[caption] for caption in sorted(CAPTIONS)]
     write_metadata(tmp_path, [{"file_name": "train/99.png", "text": "?"}])
     with pytest.raises(ConfigurationError, match=r"metadata.jsonl, line 1: there is no image 'train/99.png'"):
         opened(tmp_path)
@@ -310,7 +310,7 @@ def broken(folder, kind):
         ("twice", {}, r"line 3: the image '1\.png' is listed twice"),
         ("no json", {}, r"line 2 is no JSON"),
         ("no label", {}, r"line 3: the label in 'label' must be a number from 0 or a name, got None"),
-        ("no caption", {}, r"line 3: the caption in 'text' must be a text, got 3"),
+        ("no caption", {}, r"line 3: the caption in 'text' must be a text, or a list of texts, got 3"),
         ("unlisted", {"caption": "words"}, r"columns.caption is 'words', but .* It has file_name, text, label"),
         ("negative", {}, r"row 1: the label in 'label' must be a number from 0 or a name, got -1"),
         ("numbers", {"image": "image"}, r"the column 'image' of .* must hold bytes or a struct .*, not int64"),
