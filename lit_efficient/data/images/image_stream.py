@@ -224,7 +224,7 @@ class StreamedImages(IterableDataset[dict[str, Any]]):
         item |= {"index": kept.index, "variant": variant, "sizes": view.sizes(size, shape, seen, self.seed)}
         if self.stream.classes:
             label = row.label
-            if not isinstance(label, int) or not 0 <= label < self.stream.classes:
+            if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < self.stream.classes:
                 allowed = f"a number from 0 to {self.stream.classes - 1} (stream.classes is {self.stream.classes})"
                 raise refusal(f"ImageData: {row.place}", "the label", allowed, label)
             item["labels"] = label

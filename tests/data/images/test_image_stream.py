@@ -309,6 +309,13 @@ def test_captions_are_read_as_those_of_a_tar_that_is_not_streamed(tmp_path: Path
         assert whole.captions_of(0) == expected
 
 
+def test_truth_values_are_no_classes(tmp_path: Path) -> None:
+    columns = {"image": [{"bytes": picture(0), "path": None}], "label": [True]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "own.parquet")
+    with pytest.raises(ConfigurationError, match="the label must be a number from 0 to 2"):
+        taken(streamed(tmp_path, batch_size=1), 1)
+
+
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
