@@ -214,7 +214,7 @@ def check_named(process: DiffusionProcess, sampler: Sampler, prediction: Predict
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress diffusers' remarks on fields that a class does not take, and NumPy's deprecation in its schedulers."""
+    """Suppress diffusers' remarks on fields that a class does not take or no longer uses, and NumPy's deprecation."""
     logger = logging.getLogger("diffusers.configuration_utils")
     before = logger.level
     logger.setLevel(logging.ERROR)

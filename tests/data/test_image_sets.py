@@ -23,7 +23,6 @@ from lit_efficient import (
     LatentData,
     LatentDiffusion,
     Samples,
-    TextEncoderConfig,
 )
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.tasks.autoencoding import Autoencoding
@@ -31,6 +30,7 @@ from lit_efficient.tasks.image_inputs import image_input
 from lit_efficient.tasks.latent_source import with_posterior
 from tests import support
 from tests.data.images.image_kit import number_of, write, write_metadata
+from tests.data.test_latent_cache import WORDS
 
 VIEW = ImageView(32, buckets=AspectBuckets(8, 2.0), crop="random", horizontal_flip=True, variants=6)
 
@@ -284,17 +284,6 @@ def latents(tmp_path, **arguments):
 
 
 RULES = CaptionRules(variants=4, shuffle=True, keep=1, dropout=0.25)
-WORDS = TextEncoderConfig(
-    config_fields={
-        "model_type": "clip_text_model",
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 40,
-    },
-    max_length=40,
-)
 
 
 def of_all_roles(tmp_path, cached=True, seed=0, val_fraction=0.2, **changed):

@@ -32,7 +32,15 @@ from tests.support import QUIET, assert_equal
 from tests.support_cli import export
 from tests.tasks.captioned_latents import collate
 from tests.tasks.test_exact_resume_of_tasks import SaveEverywhere
-from tests.tasks.test_image_conditions import CAPTION, batch_of, check_predictions, controlled, recorded, shaken
+from tests.tasks.test_image_conditions import (
+    CAPTION,
+    batch_of,
+    check_predictions,
+    controlled,
+    kontext_steps,
+    recorded,
+    shaken,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:A caption has")
 NEW = ["controlnet_down_blocks", "controlnet_mid_block", "controlnet_cond_embedding"]  # layers that the UNet lacks
@@ -218,17 +226,7 @@ def test_adapters_of_kontext_load_into_its_pipeline(tmp_path: Path) -> None:
     before = pipeline.transformer.proj_out.weight.clone()
     pipeline.load_lora_weights(tmp_path / "made")
     batch = batch_of()
-    steps = recorded(
-        pipeline,
-        lambda tokens: pipeline._unpack_latents(tokens, 64, 64, 8),
-        prompt=CAPTION,
-        image=batch["condition"] / 2 + 0.5,
-        guidance_scale=3.5,
-        height=64,
-        width=64,
-        max_area=64 * 64,
-        _auto_resize=False,
-    )
+    steps = kontext_steps(pipeline, batch)
     check_predictions(module.eval(), steps, batch, 1.0)
     assert torch.equal(before, pipeline.transformer.proj_out.weight)
     adapters = [p for name, p in pipeline.transformer.named_parameters() if "lora_B" in name]

@@ -151,13 +151,9 @@ def test_an_inpainting_network_predicts_what_its_pipeline_does(family: str, tmp_
     check_predictions(module, steps, batch, 5.0)
 
 
-@pytest.mark.turns(2, family="edit models")
-def test_kontext_predicts_what_its_pipeline_does(tmp_path: Path) -> None:
-    base = tiny_pipelines.written("flux", tmp_path)
-    module = ours_from(tmp_path, "sequence")
-    pipeline = diffusers.FluxKontextPipeline(**base.components)
-    batch = batch_of(condition=torch.rand(1, 3, 64, 32, generator=torch.Generator().manual_seed(2)) * 2 - 1)
-    steps = recorded(
+def kontext_steps(pipeline: Any, batch: dict[str, Any]) -> list[Any]:
+    """Return the steps of Kontext's pipeline for the condition of a batch, which keeps its size."""
+    return recorded(
         pipeline,
         lambda tokens: pipeline._unpack_latents(tokens, 64, 64, 8),
         prompt=CAPTION,
@@ -168,6 +164,15 @@ def test_kontext_predicts_what_its_pipeline_does(tmp_path: Path) -> None:
         max_area=64 * 64,
         _auto_resize=False,
     )
+
+
+@pytest.mark.turns(2, family="edit models")
+def test_kontext_predicts_what_its_pipeline_does(tmp_path: Path) -> None:
+    base = tiny_pipelines.written("flux", tmp_path)
+    module = ours_from(tmp_path, "sequence")
+    pipeline = diffusers.FluxKontextPipeline(**base.components)
+    batch = batch_of(condition=torch.rand(1, 3, 64, 32, generator=torch.Generator().manual_seed(2)) * 2 - 1)
+    steps = kontext_steps(pipeline, batch)
     check_predictions(module, steps, batch, 1.0)
 
 

@@ -15,10 +15,7 @@ Source: https://huggingface.co/docs/diffusers/main/en/using-diffusers/loading.
 
 import inspect
 import json
-import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +25,7 @@ import torch
 
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.losses.diffusion import Prediction
+from lit_efficient.losses.named_schedulers import quietly
 from lit_efficient.losses.noise_process import (
     RHO,
     SIGMA_MAX,
@@ -297,25 +295,11 @@ def _scheduler(place: str, fields: Mapping[str, Any]) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         raise ConfigurationError(f"{place}: _class_name {name!r} is no scheduler of diffusers {diffusers.__version__}")
     try:
-        with _silent():
+        with quietly():
             return kind.from_config(dict(fields))
     except Exception as error:  # each scheduler validates in its own way
         reason = " ".join(str(error).split())[:300]
         raise ConfigurationError(f"{place}: diffusers cannot build {name} from it: {reason}") from error
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Suppress remarks on unused and old fields, which the pipeline's author left in the file."""
-    logger = logging.getLogger("diffusers.configuration_utils")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
 
 
 def _edm(place: str, scheduler: Any, declared: object) -> DiffusionProcess:
