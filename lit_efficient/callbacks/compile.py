@@ -84,7 +84,7 @@ class Compile(Technique):
     phase = Phase.COMPILE
     traits = frozenset({Trait.AFTER_SHARDING, Trait.TRAINING_ONLY})
     computes = "same"
-    helps = {"speed": (1, "fewer kernels, the same training")}
+    helps = {"speed": (1, "fewer kernels, the same result")}
 
     def __init__(
         self,

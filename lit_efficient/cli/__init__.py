@@ -79,7 +79,24 @@ def check_names(words: Sequence[str]) -> "Command":
 
     command = read_command(words)
     check_command(command)
+    _check_model(command)
     return command
+
+
+def _check_model(command: "Command") -> None:
+    """Check that the config of a run has a model.
+
+    Raises:
+        ConfigurationError: If it has none. The message names the configs to begin with.
+    """
+    if "model" in command.tree or command.rest:  # as --help
+        return
+    from lit_efficient.files.configs import known, summary
+
+    lines = ["a run needs a model: name a config by -c, and overlays by further -c. Begin with one of these:"]
+    for name in ("language_model", "latent_diffusion", "autoencoder"):
+        lines.append(f"  python -m lit_efficient {command.subcommand} -c {name:<16}  {summary(known()[name])}")
+    raise ConfigurationError("\n".join([*lines, "`python -m lit_efficient configs` lists all configs"]))
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from lit_efficient.cli.defaults import (
 from lit_efficient.cli.errors import constructor_error, exit_code, explain, parsing_error
 from lit_efficient.cli.mixed_copies import MixedPrecisionAdvice
 from lit_efficient.cli.names import check_classes
-from lit_efficient.cli.next_steps import COMMAND, last_saved, last_word, next_steps, short
+from lit_efficient.cli.next_steps import COMMAND, announced, last_saved, last_word, next_steps, short
 from lit_efficient.cli.parsing import PARSER_MODE, Parser, help_option, set_import_policy
 from lit_efficient.cli.rehearsal import rehearse
 from lit_efficient.cli.resumed import ConfigWins
@@ -355,7 +355,7 @@ class LitEfficientCLI(OpenCLI):
         if reason == "done":
             print(last_word(self.trainer, steps))
         elif steps:
-            print("\n".join(["Next:", *(f"  {step}" for step in steps)]), flush=True)
+            print("\n".join(announced(self.trainer, steps)), flush=True)
 
     @staticmethod
     def configure_optimizers(lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The last lines of a fit: where its checkpoints are, and the commands that make sense next.
+"""The last lines of a fit: where its checkpoints are, and at most three commands that make sense next.
 
 A task names its own commands in ``commands_after_fit``, as ``"generate --ckpt {ckpt}"``. ``{output}`` is a new path.
 ``{prompt}`` are options with a prompt of the run's data, from its methods ``example_prompt`` and ``example_images``.
@@ -20,14 +20,18 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lit_efficient.cli.defaults import SaveRunConfig, callbacks_of
 from lit_efficient.cli.run_folder import LastCheckpoint
 from lit_efficient.distributed.shards import is_deepspeeds
+from lit_efficient.files.runs import LATEST, through_latest
 from lit_efficient.internals.lightning_wandb import LateWandbLogger
 from lit_efficient.mechanisms.adapters.base import leaves_base_out
 
 COMMAND = "python -m lit_efficient"
+MOST_COMMANDS = 3
 
 
 def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupted: str = "") -> list[str]:
-    """Return the commands that make sense after a fit.
+    """Return at most three commands that make sense after a fit: to use the model, to export it, to see the curves.
+
+    A task without a command of its own is evaluated first.
 
     Args:
         trainer: Trainer of the fit.
@@ -56,14 +60,13 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
             filled = {"ckpt": short(best), "output": output, "prompt": _prompt(trainer)}
             own = getattr(trainer.lightning_module, "commands_after_fit", ())
             commands += [f"{COMMAND} {command.format(**filled)}" for command in own]
-        commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in evaluations(trainer)]
+        if not commands:
+            commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in evaluations(trainer)[:1]]
         output = short(Path(folder, f"export_{trainer.global_step}"))
         kind = " --format peft" if lost else ""
         commands.append(f"{COMMAND} export {short(best)}{kind} --output {output}")
     commands.append(f"{COMMAND} report {short(folder)}")
-    if last and not interrupted:
-        commands.append(f"{program} fit{given} --ckpt_path {short(last)}{_twice_as_long(trainer)}")
-    return commands + _of_loggers(trainer)
+    return commands[:MOST_COMMANDS]
 
 
 def _prompt(trainer: Trainer) -> str:
@@ -98,7 +101,18 @@ def last_word(trainer: Trainer, commands: Sequence[str]) -> str:
             url = getattr(logger.experiment, "url", None)
         if url:
             lines.append(f"  W&B run          {url}")
-    return "\n".join([*lines, "Next:", *(f"  {command}" for command in commands)])
+    lines += [f"  curves           {command}" for command in _curves(trainer)]
+    return "\n".join([*lines, *announced(trainer, commands)])
+
+
+def announced(trainer: Trainer, commands: Sequence[str]) -> list[str]:
+    """Return the lines that print the next commands, with ``latest`` as the name of the run's folder if it is that."""
+    folder = Path(trainer.default_root_dir)
+    latest = folder.parent / LATEST
+    name = folder.name
+    if os.path.realpath(through_latest(latest)) == os.path.realpath(folder):
+        name = LATEST
+    return ["Next:", *(f"  {command.replace(folder.name, name)}" for command in commands)]
 
 
 def last_saved(trainer: Trainer) -> str:
@@ -134,8 +148,8 @@ def _base_is_lost(module: LightningModule) -> bool:
     return leaves_base_out(module) and any(getattr(part, "draws_weights", False) for part in parts)
 
 
-def _of_loggers(trainer: Trainer) -> list[str]:
-    """Return the commands that show the curves."""
+def _curves(trainer: Trainer) -> list[str]:
+    """Return the commands of the loggers that show the curves, or upload them."""
     run = os.path.realpath(trainer.default_root_dir)
     commands = []
     for logger in trainer.loggers:
@@ -176,16 +190,6 @@ def _is_empty(trainer: Trainer, source: object, loader: str) -> bool:
     """Return whether a source has no loaders of a kind, as data of which nothing is held out."""
     held_out_nothing = not sum(trainer.num_val_batches) and trainer.limit_val_batches != 0
     return held_out_nothing and getattr(source, loader)() == []
-
-
-def _twice_as_long(trainer: Trainer) -> str:
-    """Return the options that let a finished run continue. A run without an end needs none."""
-    options = ""
-    for name, reached in (("max_steps", trainer.global_step), ("max_epochs", trainer.current_epoch)):
-        limit = getattr(trainer, name) or -1
-        if limit > 0:
-            options += f" --trainer.{name} {2 * max(limit, reached)}"
-    return options
 
 
 def short(path: str | Path) -> str:

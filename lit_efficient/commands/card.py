@@ -18,34 +18,40 @@ def card_text(card: Card, cards: Sequence[Card] = (), width: int = 80) -> str:
         width: Width in letters.
     """
     place = "a block of arguments" if card.is_block else f"slot {card.slot}"
-    lines = [f"{card.name}   ({place})", "", *wrapped(card.summary, width), ""]
+    lines = [f"{card.name}   ({place})", "", *wrapped(card.summary, width)]
+    if not card.is_block:
+        lines += _use(card)
+    if card.signature or not card.is_block:
+        lines += ["", *wrapped(f"{card.name}({card.signature})", width, " " * 4)]
+    if card.arguments:
+        lines += ["", *(f"  {line}".rstrip() for line in argument_lines(card.arguments, width - 2))]
     facts = dict(card.facts)
     for purpose in PURPOSES.keys() & facts:
         facts[purpose] = facts[purpose].partition(". ")[2]  # without its rank
     facts |= {"measured": measured(card), "file": card.module, "of": card.distribution}
     others = cards or [card]
+    facts["related"] = ", ".join(related(card, others))
     known = pairs([card, *(one for one in others if one.name != card.name)])
     for other, reason in excluded(card, known).items():
         facts[f"not with {other}:"] = reason
-    facts["related"] = ", ".join(related(card, others))
+    lines.append("")
     for label, text in facts.items():
         if text:
             lines += wrapped(f"{label:<8} {text}", width, " " * 9)
-    if card.signature or not card.is_block:
-        lines += ["", *wrapped(f"{card.name}({card.signature})", width, " " * 4)]
-    if card.arguments:
-        lines += ["", *(f"  {line}".rstrip() for line in argument_lines(card.arguments, width - 2))]
-    if card.is_block:
-        return "\n".join(lines)
+    return "\n".join(lines).rstrip()
+
+
+def _use(card: Card) -> list[str]:
+    """Return the lines that show a class in YAML and in Python."""
     overlay = overlay_of(card)
     option = ""
     if overlay:
         option = f" (`-c {overlay}` on the command line)"
-    lines += ["", f"In YAML{option}:", textwrap.indent(_yaml(card), "  ")]
+    lines = ["", f"In YAML{option}:", textwrap.indent(_yaml(card), "  ")]
     python = python_lines(card)
     if python:
         lines += ["", "In Python:", textwrap.indent("\n".join(python), "  ")]
-    return "\n".join(lines)
+    return lines
 
 
 def argument_lines(text: str, width: int) -> Iterator[str]:

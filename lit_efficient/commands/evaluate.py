@@ -16,7 +16,7 @@ def run(argv: Sequence[str]) -> int:
         description="Run tasks of lm-eval (pip install -e '.[eval]') on the model of a checkpoint, with its adapters "
         "and averages, or on another model. The figures are those of lm-eval's own command on the merged export.",
     )
-    add_model_options(parser, "a checkpoint of LanguageModeling, or of a task derived from it", required=False)
+    add_model_options(parser, "a checkpoint of LanguageModeling, or of a task derived from it")
     parser.add_argument("--model", metavar="NAME", help="instead of --ckpt: a name on a hub, a folder or a GGUF file")
     parser.add_argument(
         "--tasks",

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from lit_efficient.commands.prompts import add_model_options, forgiving_streams, load_model, prompts_of
+from lit_efficient.commands.prompts import add_model_options, check_ckpt, forgiving_streams, load_model, prompts_of
 from lit_efficient.errors import refusal
 
 
@@ -51,6 +51,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="prompt number i uses seed + i")
     parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time; does not change the texts")
     arguments = parser.parse_args(argv)
+    check_ckpt(arguments, "generate")
     texts_alone = "" if arguments.chat else "add --chat"
     if "" in arguments.stop:
         raise refusal("generate", "--stop", "a text that is not empty", "")

@@ -3,12 +3,14 @@
 import argparse
 import io
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.files.runs import newest_runs
 
 Turns = list[dict[str, str]]
 
@@ -88,15 +90,33 @@ def default_device() -> str:
     return found.type
 
 
-def add_model_options(parser: argparse.ArgumentParser, ckpt: str, required: bool = True, several: bool = False) -> None:
+def add_model_options(parser: argparse.ArgumentParser, ckpt: str, several: bool = False) -> None:
     """Add the options ``--ckpt`` (described by ``ckpt``; ``several``: one or more), ``--weights`` and ``--device``."""
     count = "+" if several else None
     about = f"{ckpt}, or a run's folder for its last checkpoint"
-    parser.add_argument("--ckpt", required=required, nargs=count, help=about)
+    parser.add_argument("--ckpt", nargs=count, help=about)
     parser.add_argument(
         "--weights", choices=("auto", "average", "raw"), default="auto", help="auto: the weights that validation used"
     )
     parser.add_argument("--device", help="cpu, cuda, mps, ... (default: the accelerator)")
+
+
+def check_ckpt(arguments: argparse.Namespace, command: str) -> None:
+    """Check that ``--ckpt`` is given.
+
+    Raises:
+        ConfigurationError: If it is not. The message lists the newest runs below ``runs``.
+    """
+    if arguments.ckpt:
+        return
+    lines = [f"{command} needs --ckpt: a checkpoint, or a run's folder for its last checkpoint"]
+    newest = newest_runs(Path("runs"))
+    if newest:
+        lines.append("The newest runs:")
+        lines += [f"  python -m lit_efficient {command} --ckpt {shlex.quote(str(folder))} ..." for folder in newest]
+    else:
+        lines.append("No run was found in the folder 'runs'. `python -m lit_efficient fit -c CONFIG` begins one.")
+    raise ConfigurationError("\n".join(lines))
 
 
 def load_model(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from lit_efficient.commands.prompts import add_model_options, load_model, prompts_of
+from lit_efficient.commands.prompts import add_model_options, check_ckpt, load_model, prompts_of
 from lit_efficient.errors import check_choice, check_number, refusal
 
 _SHOWN = 10  # default number of classes and of prompts
@@ -64,6 +64,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--before", action="store_true", help=before)
     parser.add_argument("--batch_size", type=int, default=16, help="images at a time; does not change the images")
     arguments = parser.parse_args(argv)
+    check_ckpt(arguments, "sample")
     seeds = numbers("--seeds", arguments.seeds)
     if arguments.classes is None:
         classes = None

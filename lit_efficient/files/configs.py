@@ -63,8 +63,8 @@ def find(given: str) -> str:
         return path
     stem = Path(given).stem
     stems = {name.rpartition("/")[2] for name in known()}
-    similar = {stem} & stems or nearest(stem, stems, 3)
-    names = " or ".join(repr(name) for name in known() if name.rpartition("/")[2] in similar)
+    similar = [stem] if stem in stems else nearest(stem, stems, 3)
+    names = " or ".join(repr(name) for one in similar for name in known() if name.rpartition("/")[2] == one)
     advice = f", did you mean {names}?" if names else ""
     raise ConfigurationError(
         f"config: there is no file {given!r}{advice}\n  `python -m lit_efficient configs` lists the configs by name"

@@ -83,6 +83,15 @@ def real(path: Path) -> Path:
     return Path(absolute if relative.startswith("..") else relative)
 
 
+def newest_runs(root: Path, most: int = 3) -> list[Path]:
+    """Return the folders below ``root`` that have the newest checkpoints, newest first."""
+    written: dict[Path, float] = {}
+    for checkpoint in root.glob("**/*.ckpt"):
+        time = checkpoint.stat().st_mtime
+        written[checkpoint.parent] = max(time, written.get(checkpoint.parent, time))
+    return sorted(written, key=lambda folder: -written[folder])[:most]
+
+
 def write_record(folder: Path, record: Mapping[str, object]) -> None:
     """Write facts about a run that later runs need: its parent, and its loggers' names."""
     with replacing(folder / _RECORD) as file:

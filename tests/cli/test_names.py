@@ -2,6 +2,7 @@
 
 import enum
 import inspect
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from lightning.pytorch import callbacks, loggers
 from torch.optim import lr_scheduler
 
 from lit_efficient import PUBLIC
-from lit_efficient.__main__ import SUBCOMMANDS
+from lit_efficient.__main__ import SUBCOMMANDS, main
 from lit_efficient.cli import names, run
 from lit_efficient.cli.arguments import read_command
 from lit_efficient.cli.signatures import full_name, short_names, signature
@@ -171,3 +172,32 @@ def test_a_missing_package_of_an_optimizer_is_named_with_the_command_that_instal
     monkeypatch.setattr(names, "missing_module", lambda path: path.partition(".")[0] if "CAME" in path else None)
     said = refused(capsys, "--optimizer", "CAME", "--optimizer.lr", "1e-3")
     assert "optimizer: CAME: there is no module 'came_pytorch': pip install " in said
+
+
+def test_a_run_without_a_model_names_the_configs_to_begin_with(capsys):
+    for words in (["fit"], ["fit", "-c", "ema"], ["validate", "--ckpt_path", "x.ckpt"]):
+        assert main(words) == 2
+        printed = capsys.readouterr().err
+        for name in ("language_model", "latent_diffusion", "autoencoder"):
+            assert f"python -m lit_efficient {words[0]} -c {name}" in printed
+
+
+def test_commands_that_need_a_checkpoint_list_the_newest_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate"]) == 2
+    assert "No run was found" in capsys.readouterr().err
+    for age, name in enumerate(("new", "middle", "old", "oldest")):
+        checkpoint = tmp_path / "runs" / "task" / name / "last.ckpt"
+        checkpoint.parent.mkdir(parents=True)
+        checkpoint.touch()
+        os.utime(checkpoint, (1_000_000 - age, 1_000_000 - age))
+    assert main(["generate", "--prompt", "x"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "--ckpt runs" in line]
+    assert lines == [
+        f"  python -m lit_efficient generate --ckpt runs/task/{name} ..." for name in ("new", "middle", "old")
+    ]
+
+
+def test_names_of_configs_are_suggested_from_the_nearest_on(capsys):
+    assert main(["fit", "-c", "qlor"]) == 2
+    assert "did you mean 'llm/qlora' or 'qlora' or " in capsys.readouterr().err

@@ -56,16 +56,20 @@ def merge(into: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def fit_and_follow(capsys: pytest.CaptureFixture[str], config: str, *more: str) -> list[str]:
-    """Fit, type each line below "Next:", and see that the last one went on where the fit had stopped: what they are."""
+    """Fit, type each line below "Next:", evaluate, and resume; return the commands that were printed."""
     capsys.readouterr()
     assert main(["fit", "-c", config, *more]) == 0
     printed = capsys.readouterr().out
     lines = printed[printed.index("Next:") :].splitlines()
     commands = [shlex.split(line)[3:] for line in lines if line.startswith("  python -m lit_efficient ")]
-    checkpoint = Path(commands[-1][commands[-1].index("--ckpt_path") + 1])
-    assert checkpoint.name == "last.ckpt"
+    assert len(commands) <= 3
+    run = Path(commands[-1][-1])  # report RUN
+    assert run.name == "latest"
+    checkpoint = run.resolve() / "last.ckpt"
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
-    for command in commands:
+    again = ["-c", str(run / "config.yaml"), "--ckpt_path", str(run / "last.ckpt")]
+    evaluated = [] if "validate" in {command[0] for command in commands} else [["validate", *again]]
+    for command in [*commands, *evaluated, ["fit", *again, "--trainer.max_steps", "4"]]:
         assert main(command) == 0, command
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 4
     assert (checkpoint.parent.parent / "latest").resolve() == checkpoint.parent.resolve()

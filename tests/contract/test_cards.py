@@ -83,7 +83,7 @@ def _case(name: str) -> Case:
 
 
 def _lines(card: Card) -> list[str]:
-    return [line.strip() for line in card_text(card).partition("In Python:\n")[2].splitlines()]
+    return [line.strip() for line in card_text(card).partition("In Python:\n")[2].partition("\n\n")[0].splitlines()]
 
 
 def _loss(module: Any) -> float:

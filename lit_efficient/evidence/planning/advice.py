@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 # Effects of a technique on the training (`Declaration.computes`), and titles of advice with such techniques.
 TITLES = {
-    "same": "the same training",
-    "rounded": "the same training, with rounded values",
-    "other": "ANOTHER TRAINING, with other results",
+    "same": "the same result",
+    "rounded": "the same result, up to rounding",
+    "other": "CHANGES THE RESULT",
 }
 
 
@@ -256,12 +256,12 @@ class Adviser:
         now = self.batch.now
         sizes: Sequence[int] = range(1, now)
         # Batches of a manual optimization cannot be accumulated by the trainer.
-        title = "smaller batches: another training"
+        title = "smaller batches (changes the result)"
         if self.automatic:
             sizes = [size for size in divisors(now * self.accumulated) if size < now]
-            title = "the same training, in smaller batches that are accumulated"
+            title = "the same result, in smaller batches that are accumulated"
             if self.normalises:
-                title = "smaller batches that are accumulated: another training, as layers normalise over a batch"
+                title = "smaller batches that are accumulated (changes the result: layers normalise over a batch)"
         self.predictions.begin("search for a smaller batch", 2 * len(sizes).bit_length())
         size = largest_fitting(sizes, lambda size: self.predictions.fits(self._batch_of(size)))
         if size is None:
@@ -287,7 +287,7 @@ class Adviser:
             return None
         if found.plan is None:
             return None
-        return self._advice("a shorter context: another training", found.change)
+        return self._advice("a shorter context (changes the result)", found.change)
 
     def _advice(self, title: str, change: Change, techniques: tuple[Candidate, ...] = ()) -> Advice | None:
         found = self.predictions(change)

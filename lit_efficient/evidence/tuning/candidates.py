@@ -69,7 +69,7 @@ class Space:
     Args:
         fit: The fit.
         allow: Names of options that may be tried although they change the results; ``True`` allows all but those that
-            make another training.
+            change what is trained.
         only: Names of the only options to try; ``None`` tries all.
         batch: Setting of the batch size, or ``auto``.
 
@@ -188,7 +188,7 @@ class Space:
                     self.left_out[name] = reason
                 else:
                     found[name] = one
-            elif one.computes != "other":  # another training is no option of a search
+            elif one.computes != "other":  # a search never changes what is trained
                 self.left_out[name] = f"it changes the results (--allow-changes {name})"
         if self.only is None:
             for slot in ("trainer.plugins", "optimizer"):
