@@ -1,4 +1,4 @@
-"""Progress bar over the whole run: loss, tokens (or samples) per second, validation metrics and the remaining time.
+"""Progress bar over the whole run: loss, learning rate, tokens (or samples) per second, memory and remaining time.
 
     rate = tokens of all processes since the last refresh / seconds since then, without validation
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
@@ -120,7 +121,12 @@ class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
         self._since += time.monotonic() - self._paused
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return the loss, the rate and all metrics that were logged with ``prog_bar=True``, as text by name."""
+        """Return what the bar shows, as text by name, in the order of its importance.
+
+        These are the loss, the tokens or samples per second, the learning rate of the first parameter group, on a GPU
+        the peak memory that tensors took in GiB, and all metrics that were logged with ``prog_bar=True``. In a
+        terminal the last ones are left out if the line has no room for them.
+        """
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         loss = None
@@ -138,8 +144,16 @@ class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
             shown["loss"] = loss
         if self._rate is not None:
             shown[f"{self._unit}/s"] = short_number(self._rate)
+        if trainer.state.fn == "fit" and trainer.optimizers:
+            shown["lr"] = f"{float(trainer.optimizers[0].param_groups[0]['lr']):.3g}"
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            shown["memory"] = f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f}G"
         shown |= metrics
-        return {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in shown.items()}
+        texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in shown.items()}
+        if self._interactive:
+            texts = _fitting(texts, shutil.get_terminal_size().columns - _BAR)
+        return texts
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         if self.is_disabled:
@@ -182,7 +196,7 @@ class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
             if done > 0:
                 times += f" < {Tqdm.format_interval(elapsed / done * (self._total - self._position))} left"
         metrics = self.get_metrics(trainer, pl_module)
-        always = ("loss", f"{self._unit}/s")
+        always = ("loss", f"{self._unit}/s", "lr", "memory")
         shown = {}
         for name, value in metrics.items():
             if name in always or validated or self._printed.get(name) != value:
@@ -211,6 +225,17 @@ class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
                 if room >= 0 and name not in shown:
                     further[name] = text
         return further
+
+
+def _fitting(shown: Mapping[str, str], room: int) -> dict[str, str]:
+    """Return the first figures that fit into ``room`` characters, and always the first two."""
+    fitting: dict[str, str] = {}
+    for name, value in shown.items():
+        room -= len(f"{name}={value}, ")
+        if room < 0 and len(fitting) >= 2:
+            break
+        fitting[name] = value
+    return fitting
 
 
 def run_position(trainer: Trainer, batches: int) -> tuple[int, int | None]:

@@ -101,9 +101,8 @@ def add_default_parts(
                 f"optimizer: {kind} trains with other weights than it validates and saves: added the callback "
                 f"{DEFAULTS[kind]}(), which switches them"
             )
-    in_terminal = sys.stdout is not None and sys.stdout.isatty()
     wants_bar = trainer_config.get("enable_progress_bar") is not False
-    if wants_bar and not in_terminal and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+    if wants_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         callbacks.append(default_part("bar")())
     wants_summary = trainer_config.get("enable_model_summary") is not False
     if wants_summary and not any(isinstance(callback, ModelSummary) for callback in callbacks):

@@ -42,7 +42,7 @@ DEFAULTS = {
     "metrics": "RunMetrics",
     "divergence": "NonFiniteGuard",
     "ranks": "RankWatch",  # with several processes
-    "bar": "ThroughputBar",  # if the output is no terminal: plain lines
+    "bar": "ThroughputBar",
     "ScheduleFreeAdamW": "ScheduleFree",  # with an optimizer of that name
     "prefetch": "DevicePrefetcher",  # if a fit runs on a GPU
 }

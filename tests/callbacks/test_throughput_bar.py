@@ -65,7 +65,9 @@ def test_plain_output_has_few_lines_that_say_all(capsys: pytest.CaptureFixture[s
     assert [line.split()[0] for line in lines if "left" in line][:1] == ["10/40"]
     assert len(lines) == 4 + 4  # four of the run, one a validation
     assert lines[-1].startswith("40/40")
-    assert re.search(r"loss [\d.e-]+  tokens/s [\d.]+[kM]?  val/loss [\d.e-]+  \d\d:\d\d < \d\d:\d\d left", lines[-1])
+    assert re.search(
+        r"loss [\d.e-]+  tokens/s [\d.]+[kM]?  lr [\d.e-]+  val/loss [\d.e-]+  \d\d:\d\d < \d\d:\d\d left", lines[-1]
+    )
     assert "\r" not in printed
     assert "v_num" not in printed
 
@@ -73,6 +75,7 @@ def test_plain_output_has_few_lines_that_say_all(capsys: pytest.CaptureFixture[s
 def test_terminal_shows_one_bar_over_all_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "120")
     trainer([ThroughputBar(refresh_rate=5)], max_epochs=3, num_sanity_val_steps=0).fit(Model(), loader(), loader(4))
     shown = terminal.getvalue()
     positions = [int(n) for n, total in re.findall(r"(\d+)/(\d+) \[", shown) if total == "30"]
@@ -80,7 +83,19 @@ def test_terminal_shows_one_bar_over_all_epochs(monkeypatch: pytest.MonkeyPatch)
     assert positions[-1] == 30
     assert "Epoch 2: 100%" in shown
     assert "tokens/s=" in shown
+    assert "lr=" in shown
     assert "val/loss=" in shown
+
+
+def test_a_narrow_terminal_shows_the_loss_and_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    trainer([ThroughputBar(refresh_rate=5)], max_epochs=1, limit_val_batches=0).fit(Model(), loader())
+    last = terminal.getvalue().split("\r")[-1].rstrip()
+    assert "loss=" in last
+    assert "tokens/s=" in last
+    assert "lr=" not in last
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
