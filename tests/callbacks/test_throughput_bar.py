@@ -91,7 +91,7 @@ def test_a_narrow_terminal_shows_the_loss_and_the_rate(monkeypatch: pytest.Monke
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "60")
-    trainer([ThroughputBar(refresh_rate=5)], max_epochs=1, limit_val_batches=0).fit(Model(), loader())
+    trainer([ThroughputBar(refresh_rate=5)], max_epochs=1, limit_val_batches=0).fit(Model(), loader(), loader())
     last = terminal.getvalue().split("\r")[-1].rstrip()
     assert "loss=" in last
     assert "tokens/s=" in last
