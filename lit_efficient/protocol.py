@@ -21,7 +21,7 @@ PROTOCOL = """return a dict from training_step:
   a further term of the loss goes into "extra_loss": a scalar, added to "loss", which no weight touches;
   or leave the module as it is: SNRWeighting(adapter="mse_loss") if it calls a scheduler's add_noise and F.mse_loss"""
 
-_EXTRAS = ("sample_loss", "timesteps", "log_snr", "extra_loss", "predicted", "target")
+_EXTRAS = ("sample_loss", "timesteps", "log_snr", "extra_loss", "predicted", "target", "cleaner")
 
 
 Weigher = tuple[str, Callable[[Mapping[str, Any]], Tensor]]

@@ -25,7 +25,9 @@ Prediction = Literal["flow", "eps", "v", "x0", "edm"]
 
 
 def per_sample(value: Tensor, like: Tensor) -> Tensor:
-    """Reshape [B] to [B, 1, ..., 1] with as many dimensions as ``like``."""
+    """Reshape [B] to [B, 1, ..., 1] with as many dimensions as ``like``. Return maps [B, 1, H, W] unchanged."""
+    if value.dim() == like.dim():
+        return value
     return value.reshape(-1, *[1] * (like.dim() - 1))
 
 
@@ -40,7 +42,10 @@ def log_snr(t: Tensor, process: Schedule | DiffusionProcess) -> Tensor:
 
 
 def add_noise(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProcess) -> Tensor:
-    """Return noisy data ``alpha x0 + sigma eps``, [B, ...], from data and noise [B, ...] at times [B]."""
+    """Return noisy data ``alpha x0 + sigma eps``, [B, ...], from data and noise [B, ...].
+
+    Times ``t`` are [B], or [B, 1, H, W] for one time at each position.
+    """
     alpha, sigma = (per_sample(a, x0) for a in alpha_sigma(t, process))
     return alpha * x0 + sigma * eps
 
@@ -73,7 +78,10 @@ def draw_noise(
 
 
 def target(x0: Tensor, eps: Tensor, t: Tensor, process: Schedule | DiffusionProcess, prediction: Prediction) -> Tensor:
-    """Return the training target of the network, [B, ...], from data and noise [B, ...] at times [B]."""
+    """Return the training target of the network, [B, ...], from data and noise [B, ...].
+
+    Times ``t`` are [B], or [B, 1, H, W] for one time at each position.
+    """
     process = as_process(process)
     alpha, sigma = (per_sample(a, x0) for a in process.alpha_sigma(t))
     match prediction:

@@ -11,7 +11,13 @@ with ``u`` uniform and ``n`` normal. For flow, where sigma / alpha = t / (1 - t)
 The shift adapts to the resolution: neighbouring pixels of a large image are similar, so the same noise hides less of
 it. SD3 uses s = sqrt(m / n) for m tokens, if a shift of 1 suits n tokens; Flux uses s = exp(a + b m).
 
-Source: Esser et al. (2024), https://arxiv.org/abs/2403.03206; Karras et al. (2022), https://arxiv.org/abs/2206.00364.
+Two times for each sample (Dual-Timestep Scheduling) hide more in some tokens than in others, so that the network has
+to infer them from the others:
+
+    tau_i = s for token i with probability r, else t;    s and t from the same distribution, so that tau_i is, too
+
+Source: Esser et al. (2024), https://arxiv.org/abs/2403.03206; Karras et al. (2022), https://arxiv.org/abs/2206.00364;
+two times: Chefer et al. (2026), https://arxiv.org/abs/2603.06507.
 """
 
 import math
@@ -103,6 +109,8 @@ class TimestepSampling:
             or 1.2 (log_normal).
         shift: Above 0. Values above 1 move all times towards noise, as large latents need. A `ResolutionShift` depends
             on the size of the latents. null takes that of the network's pipeline, or 1.
+        second_share: Probability, at most 0.5, that a token gets a second time of its sample, in training only
+            (Self-Flow has 0.25). The network must take a time for each token, as our diffusion transformer does.
 
     Raises:
         ConfigurationError: For an argument out of range, or one that the distribution does not use.
@@ -112,6 +120,7 @@ class TimestepSampling:
     location: float | None = None
     scale: float | None = None
     shift: float | ResolutionShift | None = None
+    second_share: float = 0.0
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -125,6 +134,7 @@ class TimestepSampling:
         else:
             check_number(owner, "scale", self.scale, above=0, null=True)
         object.__setattr__(self, "shift", read_shift(owner, self.shift))
+        check_number(owner, "second_share", self.second_share, least=0, most=0.5)
 
     @property
     def location_or_default(self) -> float:
@@ -191,6 +201,29 @@ def sample_timesteps(
                 t = normal.sigmoid()
     t = shift_times(t.clamp(0.0, 1.0), shift_at(sampling.shift, tokens))
     return moved(process.on_grid(t.clamp(*process.t_range)), device)
+
+
+def token_times(t: Tensor, second: Tensor, share: float, tokens: int) -> Tensor:
+    """Return a time for each token, [B, tokens]: ``second`` with the probability ``share``, else ``t``, [B] each.
+
+    Torch's global generator of the device draws the tokens.
+    """
+    replaced = torch.rand(len(t), tokens, device=t.device) < share
+    return torch.where(replaced, second[:, None], t[:, None])
+
+
+def on_latents(times: Tensor, size: tuple[int, int], patch: int) -> Tensor:
+    """Return the times [B, N] of tokens, row by row, at the positions of latents of a height and width, [B, 1, h, w].
+
+    Args:
+        times: Times of the tokens. Times of samples, [B], are returned unchanged.
+        size: Height and width of the latents.
+        patch: Height and width of a token.
+    """
+    if times.ndim == 1:
+        return times
+    grid = times.view(len(times), 1, size[0] // patch, size[1] // patch)
+    return grid.repeat_interleave(patch, dim=2).repeat_interleave(patch, dim=3)
 
 
 def check_sampling(owner: str, sampling: TimestepSampling, process: DiffusionProcess) -> None:

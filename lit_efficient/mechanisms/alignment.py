@@ -107,8 +107,9 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
     """Return a projection of the last dimension, [..., inputs] -> [..., outputs].
 
     Args:
-        kind: ``none``, ``linear``, ``mlp`` (three layers with SiLU, as in REPA) or ``conv`` (3 x 3 convolution over a
-            square map of tokens, as in iREPA).
+        kind: ``none``, ``linear``, ``mlp`` (three layers with SiLU, as in REPA), ``mlp2`` (two layers with SiLU and
+            inputs + outputs hidden features, as in Self-Flow) or ``conv`` (3 x 3 convolution over a square map of
+            tokens, as in iREPA).
         inputs: Width of the student's features.
         outputs: Width of the teacher's features.
         hidden: Hidden width of the MLP.
@@ -120,6 +121,8 @@ def make_head(kind: str, inputs: int, outputs: int, hidden: int = 2048, bias: bo
         head: nn.Module = nn.Linear(inputs, outputs, bias=bias)
     elif kind == "conv":
         head = ConvolvedTokens(inputs, outputs, 3, padding=1)
+    elif kind == "mlp2":
+        head = nn.Sequential(nn.Linear(inputs, inputs + outputs), nn.SiLU(), nn.Linear(inputs + outputs, outputs))
     else:
         sizes = (nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
         head = nn.Sequential(*sizes)
@@ -199,6 +202,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     weight: float
     stop_at: Any
     seed: int
+    own_block: int | None = None  # number of the block of the module itself that is the teacher
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +254,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     def check_common(self) -> None:
         """Check the arguments that all subclasses have."""
         name = type(self).__name__
-        if self.teacher is None or isinstance(self.teacher, int):  # others need the teacher's network to transform
+        if self.teacher is None or self.own_block is not None:  # others need the teacher's network to transform
             self.traits = self.traits | {Trait.REFUSES_EARLY}
         self.counts_steps = self.stop_at is not None
         check_number(name, "weight", self.weight, least=0)
@@ -264,7 +268,7 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         with temporarily(self, teacher=None):
             arguments = super().arguments()
         if self.teacher is not None:
-            arguments["teacher"] = self.teacher if isinstance(self.teacher, int) else name_of(self.teacher)
+            arguments["teacher"] = name_of(self.teacher) if self.own_block is None else self.teacher
         return arguments
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -496,8 +500,8 @@ class Alignment(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     def _described(self) -> str:
         if self.teacher is None:
             return "features in the batch"
-        if isinstance(self.teacher, int):
-            return f"block {self.teacher} of the module"
+        if self.own_block is not None:
+            return f"block {self.own_block} of the module"
         return name_of(self.teacher)
 
 

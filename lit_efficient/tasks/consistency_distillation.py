@@ -22,11 +22,11 @@ from lit_efficient.losses.consistency import GRID, consistency_output, ddim_step
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.networks.condition import Condition
+from lit_efficient.models.probes.modes import call_with
 from lit_efficient.surgery import is_sharded, moved
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.distilled_diffusion import DistilledDiffusion
 from lit_efficient.tasks.latent_generator import Samples
-from lit_efficient.tasks.reference import call_with
 
 _KEY = "consistency_target"
 

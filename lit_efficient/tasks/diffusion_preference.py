@@ -105,6 +105,9 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
         features = self.shape.class_token.features
         if features:
             raise refusal("DiffusionPreference", "backbone.variant.class_token.features", "0", features)
+        share = self.timestep_sampling.second_share
+        if share:
+            raise refusal("DiffusionPreference", "timestep_sampling.second_share", "0", share)
         self.beta = beta
         self.loss = loss
         self.label_smoothing = label_smoothing

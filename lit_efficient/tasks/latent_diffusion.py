@@ -39,7 +39,14 @@ from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
-from lit_efficient.losses.timesteps import Distribution, TimestepSampling, check_sampling, sample_timesteps
+from lit_efficient.losses.timesteps import (
+    Distribution,
+    TimestepSampling,
+    check_sampling,
+    on_latents,
+    sample_timesteps,
+    token_times,
+)
 from lit_efficient.mechanisms.averages.shadow import ShadowWeights
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.dit_to_diffusers import diffusers_fields
@@ -67,8 +74,9 @@ class Noised(NamedTuple):
     """Noisy latents of a training step."""
 
     x: Tensor  # [B, c, h, w]
-    t: Tensor  # times, [B]
+    t: Tensor  # times, [B]; with two times for each sample [B, N]
     target: Tensor  # target of the network, [B, c, h, w]
+    cleaner: tuple[Tensor, Tensor] | None = None  # with two times: the same latents at the earlier one, and that, [B]
 
 
 class LatentDiffusion(LatentGenerator):
@@ -89,8 +97,8 @@ class LatentDiffusion(LatentGenerator):
             process: betas, zero terminal SNR, offset noise and input perturbation. null takes that of the backbone's
             pipeline, or flow.
         timestep_sampling: Distribution of training times by name (uniform, logit_normal, mode, log_normal), or with
-            location, scale and shift. null takes logit_normal; for a network from a pipeline that has a table of betas
-            uniform, and for edm log_normal.
+            location, scale, shift and a second time for some tokens. null takes logit_normal; for a network from a
+            pipeline that has a table of betas uniform, and for edm log_normal.
         label_dropout: Probability that the conditions of a training sample are hidden, in [0, 1). Label and text are
             hidden together.
         guidance_scale: Strength of classifier-free guidance in sampling. 1 is no guidance.
@@ -141,6 +149,12 @@ class LatentDiffusion(LatentGenerator):
         )
         self.timestep_sampling = self.settings.timestep_sampling(timestep_sampling, self.process)
         check_sampling("LatentDiffusion", self.timestep_sampling, self.process)
+        share = self.timestep_sampling.second_share
+        if share:
+            allowed = f"0 for {self.shape.name}, which takes one time for each sample"
+            if isinstance(self.backbone, DiTConfig):
+                allowed = "0 with variant.class_token and in FewStepDiffusion"
+            check("timestep_sampling.second_share", share, allowed, self.shape.token_times)
         check_number("LatentDiffusion", "label_dropout", label_dropout, least=0, below=1)
         check_number("LatentDiffusion", "learning_rate", learning_rate, above=0)
         if label_dropout == 0.0:
@@ -197,7 +211,11 @@ class LatentDiffusion(LatentGenerator):
             check("text_training.until", until, allowed, self.trainer.world_size == 1)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """Return the loss, and per sample the loss, time, log-SNR, prediction and target for techniques."""
+        """Return the loss, and per sample the loss, time, log-SNR, prediction and target for techniques.
+
+        With two times for each sample the result has a function ``cleaner`` in the place of time and log-SNR: it runs
+        the network on the same latents, all of them at the earlier time.
+        """
         count = latent_source.batch_size(batch)
         condition, batch = self.with_image(self._trained_condition(batch, count), batch, None)
         encoded = latent_source.with_posterior(batch, self.codec)
@@ -282,13 +300,23 @@ class LatentDiffusion(LatentGenerator):
     ) -> Noised:
         """Draw times and noise for latents. With ``pairs`` the second half of them gets those of the first half."""
         drawn = x0.chunk(2)[0] if pairs else x0
-        tokens = self.tokens((x0.shape[2], x0.shape[3]))
-        t = sample_timesteps(len(drawn), self.timestep_sampling, generator, x0.device, process, tokens)
+        size = (x0.shape[2], x0.shape[3])
+        tokens = self.tokens(size)
+        draw = partial(sample_timesteps, len(drawn), self.timestep_sampling, generator, x0.device, process, tokens)
+        t = draw()
         eps, seen = diffusion.draw_noise(drawn, process, generator)
         if pairs:
             t, eps, seen = t.repeat(2), eps.repeat(2, 1, 1, 1), seen.repeat(2, 1, 1, 1)
-        target = diffusion.target(x0, eps, t, process, self.prediction)
-        return Noised(diffusion.add_noise(x0, seen, t, process), t, target)
+        cleaner = None
+        share = self.timestep_sampling.second_share
+        if share and generator is None:  # evaluations have one time for each sample, as sampling does
+            second = draw()
+            earlier = torch.minimum(t, second)
+            cleaner = (diffusion.add_noise(x0, seen, earlier, process), earlier)
+            t = token_times(t, second, share, tokens)
+        at = on_latents(t, size, self.shape.sides.multiple)
+        target = diffusion.target(x0, eps, at, process, self.prediction)
+        return Noised(diffusion.add_noise(x0, seen, at, process), t, target, cleaner)
 
     def _errors(
         self, batch: dict[str, Any], noised: Noised, condition: Condition, process: DiffusionProcess
@@ -311,8 +339,12 @@ class LatentDiffusion(LatentGenerator):
             weights = latent_source.weights_of(batch, errors)
             sample_loss = sample_loss * weights
             losses |= {name: loss * weights for name, loss in losses.items()}
-        losses |= {"loss": sample_loss.mean(), "sample_loss": sample_loss, "timesteps": t}
-        return losses | {"log_snr": process.log_snr(t), "predicted": output, "target": target}
+        found: dict[str, Any] = {"loss": sample_loss.mean(), "sample_loss": sample_loss}
+        if noised.cleaner is None:
+            found |= {"timesteps": t, "log_snr": process.log_snr(t)}
+        else:
+            found["cleaner"] = partial(self, *noised.cleaner, condition)
+        return losses | found | {"predicted": output, "target": target}
 
     def _class_features(self, batch: dict[str, Any], features: int) -> Tensor:
         """Return the class token of an encoder for each clean image, [B, features]."""

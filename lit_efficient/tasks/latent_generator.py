@@ -28,7 +28,7 @@ from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
-from lit_efficient.losses.timesteps import shift_at
+from lit_efficient.losses.timesteps import on_latents, shift_at
 from lit_efficient.mechanisms.adapters.added_rows import AddedRows, add_words
 from lit_efficient.mechanisms.adapters.base import ADDED_ROWS, freeze_base, has_frozen_base, leaves_base_out, trim
 from lit_efficient.mechanisms.adapters.base import check as check_base
@@ -299,7 +299,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
 
         Args:
             x: Noisy latents [B, c, h, w].
-            t: Times [B] in [0, 1].
+            t: Times [B] in [0, 1]; or [B, N] for a network that takes a time for each token.
             condition: Conditions, or labels [B].
 
         Returns:
@@ -318,7 +318,8 @@ class LatentGenerator(ChecksTypes, LightningModule):
             height, width = (self.codec.factor * side for side in x.shape[2:])
             sizes = moved(torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32), x.device)
             known = replace(known, sizes=sizes.expand(len(x), -1))
-        scaled = x * diffusion.per_sample(self.process.input_scale(t), x)
+        at = on_latents(t, (x.shape[2], x.shape[3]), self.shape.sides.multiple)
+        scaled = x * diffusion.per_sample(self.process.input_scale(at), x)
         return backbones.call_backbone(network, scaled, t, known, self.process).float()
 
     def with_image(

@@ -10,12 +10,11 @@ same.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
 from lit_efficient.distributed.ranks import gather_objects
 from lit_efficient.errors import ConfigurationError
@@ -23,7 +22,7 @@ from lit_efficient.internals.torch_fsdp import drop_gathered
 from lit_efficient.internals.torch_shards import own_slices
 from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
-from lit_efficient.models.probes.modes import evaluating
+from lit_efficient.models.probes.modes import call_with, evaluating
 from lit_efficient.surgery import is_sharded, local
 
 _SAMPLES = 1024  # values of each tensor in the fingerprint
@@ -116,23 +115,6 @@ class Reference:
             kept = current.clone()
             current.copy_(copy)
             copy.copy_(kept)
-
-
-def call_with(network: nn.Module, tensors: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
-    """Call ``function`` while parameters of a network have other values, given by name."""
-    return functional_call(_Call(network, function), {f"network.{name}": one for name, one in tensors.items()}, ())
-
-
-class _Call(nn.Module):
-    """Module that calls a function of a network, for ``functional_call``."""
-
-    def __init__(self, network: nn.Module, function: Callable[[], Any]) -> None:
-        super().__init__()
-        self.network = network
-        self.function = function
-
-    def forward(self) -> Any:
-        return self.function()
 
 
 def _train_in_full(network: nn.Module) -> list[str]:

@@ -1,6 +1,7 @@
 """REPA on our diffusion transformer: where the clean image comes from, what gets gradients, what it costs."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import lightning.pytorch as L
@@ -17,13 +18,17 @@ from lit_efficient import (
     AlignmentHead,
     AutoencoderConfig,
     ConfigurationError,
+    DiffusersModelConfig,
+    DiffusionPreference,
     DiTConfig,
+    FewStepDiffusion,
     GradientConflict,
     HiddenAlignment,
     LatentAlignment,
     LatentDiffusion,
     LatentDigits,
     Samples,
+    TimestepSampling,
     TokenRouting,
     draw_tokens,
     restore,
@@ -38,6 +43,8 @@ from lit_efficient.models.judges.conv_features import DigitFeatures
 from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.libraries.teachers import Teacher, find_teacher
 from lit_efficient.models.networks.autoencoder import Autoencoder
+from lit_efficient.models.networks.class_token import ClassToken
+from lit_efficient.models.networks.dit import DiTVariant
 from lit_efficient.testing import Case, check_resumes
 from lit_efficient.traits import Trait
 from tests.support import QUIET
@@ -60,7 +67,7 @@ def encoder() -> nn.Module:
 
 def fit(technique, loader, callbacks=(), **arguments):
     torch.manual_seed(0)
-    module = LatentDiffusion(BACKBONE, samples=Samples(0))
+    module = LatentDiffusion(BACKBONE, timestep_sampling=arguments.pop("timestep_sampling", None), samples=Samples(0))
     module.codec = arguments.pop("codec", None)
     settings = {**QUIET, "limit_val_batches": 0, "max_epochs": 1, **arguments}
     val = None if isinstance(loader, L.LightningDataModule) else loader
@@ -344,3 +351,126 @@ def test_layersync_refuses(arguments, named):
 def test_layersync_names_the_number_of_blocks():
     with pytest.raises(ConfigurationError, match="teacher must be at most 3, the number of blocks"):
         fit(HiddenAlignment(1, 9, projection="none"), batches(), max_steps=1)
+
+
+TWO_TIMES = TimestepSampling("uniform", second_share=0.5)
+
+
+class Shown(Callback):
+    """Inputs and outputs of the network of students and teachers, and the average that the teacher had."""
+
+    def __init__(self, average):
+        self.average = average
+        self.calls = []
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.network.register_forward_pre_hook(self.keep)
+
+    def keep(self, network, arguments):
+        x, t, labels, *_ = arguments
+        self.calls.append((x.detach(), t, labels, torch.is_grad_enabled()))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.calls.clear()
+        self.before = copy.deepcopy(pl_module).cpu()
+        average = self.average.average(pl_module)
+        self.averaged = None if average is None else {name: tensor.clone() for name, tensor in average.items()}
+
+
+def test_self_flow_is_the_cosine_with_the_average_on_a_cleaner_view():
+    """x_tau = (1 - tau) x0 + tau eps with two times tau in each sample, and -cos(h, f) with f at the earlier one."""
+
+    class Kept(HiddenAlignment):
+        def term(self, calls, output, module, batch):
+            self.value, self.batch = super().term(calls, output, module, batch), batch
+            return self.value
+
+    average = EMA(decay=0.5, warmup=None)
+    shown = Shown(average)
+    technique = Kept(1, "average.3", projection="mlp2", weight=0.8)
+    module = fit(technique, batches(), [average, shown], timestep_sampling=TWO_TIMES, max_steps=3, max_epochs=-1)
+    (x, t, labels, gradients), (cleaner, earlier, same_labels, no_gradients) = shown.calls
+    assert (gradients, no_gradients) == (True, False)
+    assert torch.equal(labels, same_labels)
+    assert t.shape == (4, 4)
+    several = [row for row in range(4) if len(t[row].unique()) == 2]
+    assert several
+    for row in several:
+        assert earlier[row] == t[row].min()
+    for row in range(4):
+        x0 = technique.batch["latents"][row]
+        for i, token in enumerate(t[row]):
+            place = (slice(None), slice(2 * (i // 2), 2 * (i // 2) + 2), slice(2 * (i % 2), 2 * (i % 2) + 2))
+            eps = (x[row][place] - (1 - token) * x0[place]) / token
+            expected = (1 - earlier[row]) * x0[place] + earlier[row] * eps
+            torch.testing.assert_close(cleaner[row][place], expected, rtol=1e-3, atol=1e-4)
+    student, teacher = shown.before, copy.deepcopy(shown.before)
+    teacher.load_state_dict(shown.averaged, strict=False)
+    outputs = []
+    for network, block, view in ((student.network, 0, (x, t)), (teacher.network, 2, (cleaner, earlier))):
+        network.blocks[block].register_forward_hook(lambda block, arguments, output: outputs.append(output))
+        network.eval()(*view, labels)
+    h, f = outputs
+    first, _, second = student.hidden_alignment_heads["0"]
+    assert first.weight.shape == (64, 32)
+    h = second(F.silu(first(h)))
+    cosines = (h * f).sum(-1) / (h.norm(dim=-1) * f.norm(dim=-1))
+    torch.testing.assert_close(technique.value, -cosines.mean())
+    assert technique.arguments()["teacher"] == "average.3"
+    assert module.training
+
+
+@pytest.mark.parametrize("stops", [None, 1])
+def test_self_flow_leaves_validation_as_it_is(stops):
+    """Validation has one time for each sample, also while training has two."""
+    values = []
+    for sampling in (TimestepSampling("uniform"), TWO_TIMES):
+        callbacks = [EMA(decay=0.5)]
+        if sampling.second_share:
+            callbacks.append(HiddenAlignment(1, "average.3", projection="mlp2", stop_at=stops))
+        torch.manual_seed(0)
+        module = LatentDiffusion(BACKBONE, timestep_sampling=sampling, samples=Samples(0))
+        trainer = L.Trainer(callbacks=callbacks, **QUIET)
+        trainer.validate(module, batches(), verbose=False)
+        values.append(trainer.callback_metrics["val/loss"])
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ("average.1", "a later block than block"),
+        ("average.x", "a later block than block"),
+        ("average.4", "at most 3, the number of blocks"),
+    ],
+)
+def test_self_flow_refuses_other_blocks(teacher, message):
+    with pytest.raises(ConfigurationError, match=message):
+        fit(HiddenAlignment(1, teacher), batches(), [EMA()], timestep_sampling=TWO_TIMES)
+
+
+def test_self_flow_says_what_is_missing():
+    technique = partial(HiddenAlignment, 1, "average.3", projection="none")
+    with pytest.raises(ConfigurationError, match=r"add EMA\(decay=0.9999, warmup=None\)"):
+        fit(technique(), batches(), timestep_sampling=TWO_TIMES)
+    with pytest.raises(ConfigurationError, match=r"no function `cleaner`: set timestep_sampling\.second_share"):
+        fit(technique(), batches(), [EMA()])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda sampling: LatentDiffusion(
+            replace(BACKBONE, variant=DiTVariant(class_token=ClassToken(3))), timestep_sampling=sampling
+        ),
+        lambda sampling: LatentDiffusion(
+            DiffusersModelConfig(config_fields={"_class_name": "UNet2DModel", "sample_size": 4, "in_channels": 2}),
+            timestep_sampling=sampling,
+        ),
+        lambda sampling: FewStepDiffusion(BACKBONE, timestep_sampling=sampling),
+        lambda sampling: DiffusionPreference(BACKBONE, timestep_sampling=sampling),
+    ],
+)
+def test_two_times_need_a_network_that_takes_a_time_for_each_token(make):
+    with pytest.raises(ConfigurationError, match=r"timestep_sampling\.second_share must be 0.*, got 0\.5"):
+        make(TWO_TIMES)

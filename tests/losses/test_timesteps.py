@@ -5,7 +5,7 @@ import torch
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.noise_process import T_RANGE, DiffusionProcess
-from lit_efficient.losses.timesteps import TimestepSampling, sample_timesteps, shift_times
+from lit_efficient.losses.timesteps import TimestepSampling, on_latents, sample_timesteps, shift_times, token_times
 
 COUNT = 50_000
 
@@ -106,6 +106,7 @@ def test_a_table_is_trained_at_every_entry_and_at_the_last_one_as_often():
         ({"distribution": "mode", "scale": 2.0}, r"scale must be at least -1 and at most 1.7519\d* or null, got 2.0"),
         ({"location": math.inf}, "location must be a number or null, got inf"),
         ({"shift": 0.0}, "shift must be above 0 or null, got 0.0"),
+        ({"second_share": 0.6}, "second_share must be at least 0 and at most 0.5, got 0.6"),
     ],
 )
 def test_a_distribution_is_checked_when_described(wrong, message):
@@ -116,3 +117,26 @@ def test_a_distribution_is_checked_when_described(wrong, message):
 def test_log_normal_noise_levels_need_edm():
     with pytest.raises(ConfigurationError, match="schedule must be edm for log_normal noise levels, got 'flow'"):
         sample_timesteps(3, "log_normal")
+
+
+def test_a_share_of_the_tokens_gets_a_second_time_and_each_keeps_the_distribution():
+    torch.manual_seed(0)
+    t, second = sample_timesteps(COUNT, "uniform"), sample_timesteps(COUNT, "logit_normal")
+    times = token_times(t, second, 0.25, 3)
+    replaced = times == second[:, None]
+    assert torch.equal(times, torch.where(replaced, second[:, None], t[:, None]))
+    assert replaced.float().mean(0).tolist() == pytest.approx([0.25] * 3, abs=0.01)
+    both = (replaced[:, 0] & replaced[:, 1]).float().mean().item()
+    assert both == pytest.approx(1 / 16, abs=0.005)  # independent of each other
+    again = token_times(t, sample_timesteps(COUNT, "uniform"), 0.5, 1)
+    assert_follows(again[:, 0], lambda x: x)
+
+
+def test_times_of_tokens_lie_on_their_patches():
+    times = torch.arange(12.0).view(2, 6)
+    found = on_latents(times, (4, 6), 2)
+    assert found.shape == (2, 1, 4, 6)
+    for row in range(4):
+        for column in range(6):
+            assert torch.equal(found[:, 0, row, column], times[:, 3 * (row // 2) + column // 2])
+    assert torch.equal(on_latents(times[:, 0], (4, 6), 2), times[:, 0])

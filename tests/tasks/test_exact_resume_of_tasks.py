@@ -25,6 +25,7 @@ from lit_efficient import (
     DiTConfig,
     ExactResume,
     GPTConfig,
+    HiddenAlignment,
     LanguageModeling,
     LatentAlignment,
     LatentDiffusion,
@@ -36,6 +37,7 @@ from lit_efficient import (
     Samples,
     SNRWeighting,
     StochasticDepth,
+    TimestepSampling,
 )
 from tests.models.libraries.diffusers_autoencoders import KL
 from tests.support import assert_equal
@@ -89,6 +91,13 @@ def latent_diffusion(folder: Path) -> tuple[Any, Any, list[Any]]:
     return module, data, [StochasticDepth(0.5, skip="sample"), SNRWeighting(gamma=1.0)]
 
 
+def self_flow(folder: Path) -> tuple[Any, Any, list[Any]]:
+    module, data, _ = latent_diffusion(folder)
+    two_times = TimestepSampling("uniform", second_share=0.25)
+    module = LatentDiffusion(backbone=module.backbone, timestep_sampling=two_times, samples=Samples(0))
+    return module, data, [HiddenAlignment(1, "average.2", projection="mlp2"), EMA(decay=0.9, warmup=None)]
+
+
 def autoencoding(folder: Path) -> tuple[Any, Any, list[Any]]:
     data = DigitImages(image_size=8, batch_size=8)
     two = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
@@ -129,8 +138,8 @@ def run(
     return {"weights": weights, "optimizers": optimizers, "schedulers": [s["last_epoch"] for s in schedulers]}
 
 
-@pytest.mark.turns(6)
-@pytest.mark.parametrize("make", [language_modeling, latent_diffusion, autoencoding])
+@pytest.mark.turns(8)
+@pytest.mark.parametrize("make", [language_modeling, latent_diffusion, self_flow, autoencoding])
 def test_interrupted_at_any_step_equals_uninterrupted(make: Callable[[Path], Any], tmp_path: Path) -> None:
     whole = run(make, tmp_path, 0)
     assert_equal(whole, run(make, tmp_path, 0, SaveEverywhere(tmp_path)))

@@ -64,8 +64,8 @@ def call_backbone(
     Args:
         network: Result of `build_backbone`.
         x: Noisy latents, [B, C, H, W], scaled for the network.
-        t: Times, [B] in [0, 1]. Our network receives the process's ``network_time``, networks of diffusers the
-            ``timestep`` of their pipelines.
+        t: Times, [B] in [0, 1], or [B, N] for a network that takes ``token_times``. Our network receives the process's
+            ``network_time``, networks of diffusers the ``timestep`` of their pipelines.
         condition: Conditions; exactly the parts that the network's `shape_of` names.
         process: Diffusion process on which the network is trained.
     """
@@ -92,6 +92,7 @@ def shape_of(spec: BackboneSpec) -> BackboneShape:
             num_classes=spec.num_classes,
             text_width=spec.context_width,
             class_token=spec.variant.class_token,
+            token_times=not spec.variant.interval and not spec.variant.class_token.features,
         )
     return diffusers_backbones.shape_of(spec)
 

@@ -33,6 +33,7 @@ class BackboneShape:
     keeps_norms: bool = False  # whether guidance keeps the norm of the conditional prediction in each token
     learned_variance: bool = False  # whether a second half of the output channels predicts variances, which are ignored
     images: tuple[ImageKind, ...] = ()  # kinds of image conditions that it can take
+    token_times: bool = False  # whether it takes a time for each token, [B, N], in the place of times [B]
     image_channels: int = 0  # channels of its input after those of the latents, for an image condition
     # token that it denoises beside the latents
     class_token: ClassToken = ClassToken()  # noqa: RUF009 (frozen)

@@ -180,7 +180,7 @@ class DiT(nn.Module):
         Args:
             x: Noisy latents, [B, C, H, W]; height and width are multiples of the patch size. With a class token, its
                 rows follow them (see :mod:`lit_efficient.models.networks.class_token`).
-            t: Times, [B] in [0, 1].
+            t: Times, [B] in [0, 1]; or a time for each token, [B, N] row by row, without a class token and intervals.
             y: Labels, [B] int64; for networks with classes.
             context: Text tokens, [B, L, context_width]; for networks with text.
             context_mask: True for tokens that are not padding, [B, L] bool; None: all. A row without any is a sample
@@ -206,7 +206,8 @@ class DiT(nn.Module):
             length = torch.zeros_like(t) if interval is None else interval
             c = c + self.interval(self._embed_time(length).to(dtype))
         if self.label is not None:
-            c = c + self.label(y)
+            label = self.label(y)
+            c = c + (label if c.ndim == 2 else label[:, None])
         tokens = self.patch_in(x.to(dtype)).flatten(2).transpose(1, 2)
         rotary = None
         if self.positions is None:

@@ -26,12 +26,12 @@ def sinusoids(position: Tensor, features: int, ends: bool = False) -> Tensor:
     """Return cosines, then sines, of ``position`` at geometrically spaced frequencies.
 
     Args:
-        position: Numbers, [N].
+        position: Numbers, [...].
         features: Number of features, even.
         ends: Whether the lowest frequency is exactly 1 / 10,000, as in diffusers, and not the next higher one.
 
     Returns:
-        [N, features], float32.
+        [..., features], float32.
     """
     half = features // 2
     order = torch.arange(half, device=position.device, dtype=torch.float32)
@@ -41,8 +41,8 @@ def sinusoids(position: Tensor, features: int, ends: bool = False) -> Tensor:
     else:
         exponent = _LOWEST / half * order
     frequencies = torch.exp(exponent)
-    angle = position.float()[:, None] * frequencies
-    return torch.cat([angle.cos(), angle.sin()], dim=1)
+    angle = position.float()[..., None] * frequencies
+    return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
 
 def grid_positions(size: int | tuple[int, int], width: int, device: torch.device | None = None) -> Tensor:
@@ -86,8 +86,15 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return ``x * (1 + scale) + shift`` for x [B, N, D] and scale and shift [B, D]."""
-    return x * (1.0 + scale[:, None]) + shift[:, None]
+    """Return ``x * (1 + scale) + shift`` for x [B, N, D], and scale and shift [B, D] or [B, N, D]."""
+    return x * (1.0 + over_tokens(scale)) + over_tokens(shift)
+
+
+def over_tokens(c: Tensor) -> Tensor:
+    """Return conditions of samples [B, D] as [B, 1, D], and those of tokens [B, N, D] unchanged."""
+    if c.ndim == 2:
+        return c[:, None]
+    return c
 
 
 class Attention(nn.Module):
@@ -164,12 +171,12 @@ class DiTBlock(nn.Module):
         context_mask: Tensor | None = None,
         rotary_emb: Tensor | None = None,  # by this name, as diffusers', techniques know that all samples share it
     ) -> Tensor:
-        """Map tokens [B, N, D] under the condition [B, D] and the text [B, L, context_width] to tokens [B, N, D]."""
+        """Return tokens [B, N, D] for tokens, a condition [B, D] or [B, N, D], and a text [B, L, context_width]."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(c)).chunk(6, dim=-1)
-        x = x + gate1[:, None] * self.attention(modulate(self.norm1(x), shift1, scale1), rotary_emb)
+        x = x + over_tokens(gate1) * self.attention(modulate(self.norm1(x), shift1, scale1), rotary_emb)
         if context is not None:
             x = x + self.cross(self.norm_cross(x), context, context_mask)
-        return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return x + over_tokens(gate2) * self.mlp(modulate(self.norm2(x), shift2, scale2))
 
 
 def _norms(features: int, wanted: bool) -> tuple[nn.Module, nn.Module]:

@@ -1,11 +1,12 @@
-"""Contexts in which a network evaluates or runs without its deep path, and the precision in which it computes."""
+"""Contexts in which a network evaluates or runs without its deep path or with other weights, and its precision."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lit_efficient.errors import ConfigurationError
 
@@ -24,6 +25,23 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for child, training in modes:
             child.training = training
+
+
+def call_with(network: nn.Module, tensors: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
+    """Call ``function`` while parameters of a network have other values, given by name."""
+    return functional_call(_Call(network, function), {f"network.{name}": one for name, one in tensors.items()}, ())
+
+
+class _Call(nn.Module):
+    """Module that calls a function of a network, for ``functional_call``."""
+
+    def __init__(self, network: nn.Module, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.network = network
+        self.function = function
+
+    def forward(self) -> Any:
+        return self.function()
 
 
 @contextmanager

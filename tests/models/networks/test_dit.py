@@ -1,11 +1,14 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.models.networks.dit import DiT, DiTConfig, grid_positions, sinusoids
+from lit_efficient.models.networks.dit import DiT, DiTConfig, DiTVariant, grid_positions, sinusoids
+from lit_efficient.models.networks.dit_layers import rotary_table
 
 TINY = DiTConfig(channels=2, size=4, patch_size=2, width=16, depth=2, heads=2, num_classes=3)
 
@@ -91,3 +94,35 @@ def test_the_state_dict_holds_parameters_only_and_a_deep_copy_is_independent():
 
 def test_it_runs_in_bfloat16():
     assert DiT(TINY).bfloat16()(*inputs()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("positions", ["sincos", "rope"])
+def test_a_time_for_each_token_modulates_that_token_alone(positions):
+    """Token by token: norms, shifts, scales and gates with the condition of the token; attention sees all tokens."""
+    model = randomised(replace(TINY, variant=DiTVariant(positions=positions))).eval()
+    x, t, y = inputs()
+    torch.testing.assert_close(model(x, t[:, None].expand(-1, 4), y), model(x, t, y))
+    times = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
+    tokens = model.patch_in(x).flatten(2).transpose(1, 2)
+    rotary = None
+    if positions == "rope":
+        rotary = rotary_table((2, 2), 8)
+    else:
+        tokens = tokens + model.positions
+    c = torch.stack([model.time(model._embed_time(times[:, i])) + model.label(y) for i in range(4)], 1)
+
+    def each(norm, tokens, parts):
+        shift, scale = parts
+        return torch.stack([norm(tokens[:, i]) * (1 + scale[i]) + shift[i] for i in range(4)], 1)
+
+    for block in model.blocks:
+        parts = [block.modulation(F.silu(c[:, i])).chunk(6, dim=-1) for i in range(4)]
+        shift1, scale1, gate1, shift2, scale2, gate2 = zip(*parts)
+        mixed = block.attention(each(block.norm1, tokens, (shift1, scale1)), rotary)
+        tokens = tokens + torch.stack([gate1[i] * mixed[:, i] for i in range(4)], 1)
+        mapped = block.mlp(each(block.norm2, tokens, (shift2, scale2)))
+        tokens = tokens + torch.stack([gate2[i] * mapped[:, i] for i in range(4)], 1)
+    last = zip(*(model.modulation(F.silu(c[:, i])).chunk(2, dim=-1) for i in range(4)))
+    expected = model.patch_out(each(model.norm, tokens, tuple(last)))
+    expected = F.fold(expected.transpose(1, 2), (4, 4), 2, stride=2)
+    torch.testing.assert_close(model(x, times, y), expected)
