@@ -68,6 +68,7 @@ PUBLIC: dict[str, str] = {
     "GradientNoiseScale": "callbacks.gradient_noise_scale",
     "GradualUnfreezing": "callbacks.gradual_unfreezing",
     "AlignmentHead": "mechanisms.alignment",
+    "EndToEnd": "mechanisms.end_to_end",
     "GradientConflict": "mechanisms.alignment",
     "HiddenAlignment": "callbacks.hidden_alignment",
     "IA3": "callbacks.ia3",

@@ -55,6 +55,7 @@ from lit_efficient.callbacks.gradient_clipping import GradientClipping as Gradie
 from lit_efficient.callbacks.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
 from lit_efficient.callbacks.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
 from lit_efficient.mechanisms.alignment import AlignmentHead as AlignmentHead
+from lit_efficient.mechanisms.end_to_end import EndToEnd as EndToEnd
 from lit_efficient.mechanisms.alignment import GradientConflict as GradientConflict
 from lit_efficient.callbacks.hidden_alignment import HiddenAlignment as HiddenAlignment
 from lit_efficient.callbacks.ia3 import IA3 as IA3

@@ -111,6 +111,7 @@ class TimestepSampling:
             on the size of the latents. null takes that of the network's pipeline, or 1.
         second_share: Probability, at most 0.5, that a token gets a second time of its sample, in training only
             (Self-Flow has 0.25). The network must take a time for each token, as our diffusion transformer does.
+            Samples then have no noise level, which techniques such as `SNRWeighting` need.
 
     Raises:
         ConfigurationError: For an argument out of range, or one that the distribution does not use.

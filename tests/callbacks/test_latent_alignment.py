@@ -1,8 +1,11 @@
 """The VF loss with this package's autoencoder: gradients, the adaptive weight, and its effect on the latents."""
 
+import copy
+
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
@@ -12,12 +15,15 @@ from lit_efficient import (
     Autoencoding,
     ConfigurationError,
     DiffusersModelConfig,
+    DiTConfig,
+    EndToEnd,
     LatentAlignment,
     VFLoss,
 )
 from lit_efficient.callbacks.latent_alignment import last_weight
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.losses.feature_matching import match_tokens, vf_loss
+from lit_efficient.mechanisms.end_to_end import JointDiffusion
 from tests.models.libraries.diffusers_autoencoders import KINDS
 from tests.support import QUIET, assert_equal
 
@@ -167,3 +173,97 @@ def test_what_cannot_work_is_refused_by_name():
         fit(LatentAlignment(encoder(), images="pixels"))
     with pytest.raises(ConfigurationError, match="pattern 'vae' matches none"):
         fit(LatentAlignment(encoder(), encoder="vae"))
+
+
+SHAPE = DiTConfig(channels=2, size=4, patch_size=2, width=16, depth=3, heads=2, num_classes=3)
+
+
+def test_end_to_end_is_the_loss_of_the_authors():
+    """Two passes with the same times and noise: one for the latents, and one for the transformer."""
+    torch.manual_seed(0)
+    joint = JointDiffusion(EndToEnd(SHAPE, block=2, weight=0.5, hidden=8, label_dropout=0.0), 6)
+    for parameter in joint.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    latents = (3.0 * torch.randn(5, 2, 4, 4) + 1.0).requires_grad_()
+    features, labels = torch.randn(5, 4, 6), torch.tensor([0, 1, 2, 0, 1])
+    before = copy.deepcopy(joint)
+
+    def passed(normalised, t, eps):
+        kept = []
+        handle = before.network.blocks[1].register_forward_hook(lambda block, args, output: kept.append(output))
+        mix = t.view(5, 1, 1, 1)
+        velocity = before.network((1 - mix) * normalised + mix * eps, t, labels)
+        handle.remove()
+        h = F.normalize(before.head(kept[0]), dim=-1)
+        cosine = (h * F.normalize(features, dim=-1)).sum(-1).mean()
+        return -cosine, (velocity - (eps - normalised)).square().mean()
+
+    for step in range(2):
+        running = [before.norm.running_mean.clone(), before.norm.running_var.clone()]
+        mean = latents.mean((0, 2, 3))
+        if step == 0:
+            running = [mean.detach(), latents.detach().transpose(0, 1).flatten(1).var(1)]
+        torch.manual_seed(step)
+        aligned, own = joint(latents, features, labels)
+        torch.manual_seed(step)
+        t, eps = torch.rand(5), torch.randn(5, 2, 4, 4)
+        shape = (1, 2, 1, 1)
+        expected, _ = passed((latents - running[0].view(shape)) / (running[1] + 1e-4).sqrt().view(shape), t, eps)
+        torch.testing.assert_close(aligned, expected)
+        for loss in (aligned, expected):
+            assert torch.autograd.grad(loss, latents, retain_graph=True)[0].abs().sum() > 0
+        (found,), (wanted,) = (torch.autograd.grad(loss, latents, retain_graph=True) for loss in (aligned, expected))
+        torch.testing.assert_close(found, wanted)
+        unused = torch.autograd.grad(aligned, list(joint.parameters()), allow_unused=True, retain_graph=True)
+        assert not any(gradient is not None for gradient in unused)
+
+        z = latents.detach()
+        spread = (z - mean.view(shape)).square().mean((0, 2, 3))
+        cosine, error = passed((z - mean.detach().view(shape)) / (spread + 1e-4).sqrt().view(shape), t, eps)
+        torch.testing.assert_close(own, error + 0.5 * cosine)
+        assert torch.autograd.grad(own, [latents], allow_unused=True, retain_graph=True) == (None,)
+        names = [name for name, _ in joint.named_parameters()]
+        found = torch.autograd.grad(own, list(joint.parameters()))
+        wanted = torch.autograd.grad(error + 0.5 * cosine, list(before.parameters()))
+        for name, ours, theirs in zip(names, found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, msg=name)
+        before.load_state_dict(joint.state_dict())
+        torch.testing.assert_close(joint.norm.running_mean, 0.9 * running[0] + 0.1 * mean.detach())
+
+
+def test_the_transformer_trains_beside_the_autoencoder_and_is_not_exported(tmp_path):
+    loss = EndToEnd(DiTConfig(channels=2, size=4, width=16, depth=2, heads=2, num_classes=0), block=1, hidden=8)
+    _, plain, _ = fit(None, max_steps=1)
+    module, aligned, run = fit(LatentAlignment(encoder(), weight=1.5, loss=loss), max_steps=2)
+    decoders = [name for name in plain.steps[0] if name.startswith("autoencoder.decoder")]
+    assert decoders
+    for name in decoders:
+        assert torch.equal(plain.steps[0][name], aligned.steps[0][name]), name
+    moved = {name for name, gradient in aligned.steps[1].items() if gradient.abs().sum() > 0}
+    assert {name for name in moved if ".0.network.blocks.1" in name}  # behind the block: by the loss of diffusion
+    assert {name for name in moved if ".0.head." in name}
+    assert "train/latent_alignment_network" in aligned.values[0]
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = Autoencoding.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).eval()
+    assert torch.equal(loaded(IMAGES), module.eval()(IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EndToEnd(SHAPE, block=4), "block must be a whole number of at least 1 and at most 3, got 4"),
+        (lambda: EndToEnd(DiTConfig(context_width=8)), "backbone.context_width must be 0, got 8"),
+        (lambda: LatentAlignment(encoder(), weight=0.0, loss=EndToEnd(SHAPE)), "weight must be above 0 for EndToEnd"),
+        (
+            lambda: fit(LatentAlignment(encoder(), loss=EndToEnd(DiTConfig(channels=4, size=4)))),
+            "loss.backbone.channels must be 2, as the latents have, got 4",
+        ),
+        (
+            lambda: fit(LatentAlignment(encoder(), loss=EndToEnd(SHAPE))),
+            r"the batch has no \'labels\'|batch has no 'labels'",
+        ),
+    ],
+)
+def test_end_to_end_refuses(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()

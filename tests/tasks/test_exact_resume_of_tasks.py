@@ -23,6 +23,7 @@ from lit_efficient import (
     DiffusersModelConfig,
     DigitImages,
     DiTConfig,
+    EndToEnd,
     ExactResume,
     GPTConfig,
     HiddenAlignment,
@@ -109,6 +110,17 @@ def autoencoding(folder: Path) -> tuple[Any, Any, list[Any]]:
     return module, data, [LatentAlignment(teacher, weight=0.5), EMA(decay=0.9)]
 
 
+def end_to_end(folder: Path) -> tuple[Any, Any, list[Any]]:
+    teacher = nn.Conv2d(1, 4, 4, stride=4).requires_grad_(False)
+    nn.init.dirac_(teacher.weight)
+    nn.init.zeros_(teacher.bias)
+    backbone = DiTConfig(channels=2, size=2, patch_size=1, width=16, depth=2, heads=2)
+    loss = EndToEnd(backbone, block=1, hidden=8)
+    data = DigitImages(image_size=8, batch_size=8)
+    module = Autoencoding(AutoencoderConfig(latent_channels=2, width=8))
+    return module, data, [LatentAlignment(teacher, weight=1.5, loss=loss)]
+
+
 def run(
     make: Callable[[Path], Any], folder: Path, seed: int, *callbacks: Any, ckpt_path: Path | None = None
 ) -> dict[str, Any]:
@@ -138,8 +150,8 @@ def run(
     return {"weights": weights, "optimizers": optimizers, "schedulers": [s["last_epoch"] for s in schedulers]}
 
 
-@pytest.mark.turns(8)
-@pytest.mark.parametrize("make", [language_modeling, latent_diffusion, self_flow, autoencoding])
+@pytest.mark.turns(10)
+@pytest.mark.parametrize("make", [language_modeling, latent_diffusion, self_flow, autoencoding, end_to_end])
 def test_interrupted_at_any_step_equals_uninterrupted(make: Callable[[Path], Any], tmp_path: Path) -> None:
     whole = run(make, tmp_path, 0)
     assert_equal(whole, run(make, tmp_path, 0, SaveEverywhere(tmp_path)))

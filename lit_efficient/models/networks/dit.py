@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, check_choice, check_number, checks_types, refusal
-from lit_efficient.models.networks.class_token import ClassToken, TokenPort, join_token, split_token
+from lit_efficient.models.networks.class_token import ClassToken, TokenPort, join_token, rows_of, split_token
 from lit_efficient.models.networks.dit_layers import DiTBlock, grid_positions, modulate, rotary_table, sinusoids
 
 Positions = Literal["sincos", "rope"]
@@ -194,6 +194,24 @@ class DiT(nn.Module):
         Raises:
             ConfigurationError: For a condition that is missing or that the network does not take, and for other shapes.
         """
+        tokens, c, named = self.enter(x, t, y, context, context_mask, interval)
+        for block in self.blocks:
+            tokens = block(tokens, c, **named)
+        return self.leave(tokens, c, (x.shape[2], x.shape[3]))
+
+    def enter(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        interval: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+        """Return the tokens before the first block, and the condition and further arguments of all blocks.
+
+        Arguments and errors are those of :meth:`forward`.
+        """
         token = None
         if self.class_token is not None:
             x, token = split_token(x, self.class_token.enter.in_features)
@@ -220,16 +238,18 @@ class DiT(nn.Module):
                 rotary = torch.cat([rotary, torch.eye(2, 1, device=x.device).expand(2, rotary.shape[2])[:, None]], 1)
         if context is not None:
             context = context.to(dtype)
-        for block in self.blocks:
-            tokens = block(tokens, c, context=context, context_mask=context_mask, rotary_emb=rotary)
+        return tokens, c, {"context": context, "context_mask": context_mask, "rotary_emb": rotary}
+
+    def leave(self, tokens: Tensor, c: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return the prediction of the tokens behind the last block, for an input of a height and width."""
         shift, scale = self.modulation(F.silu(c)).chunk(2, dim=-1)
         tokens = modulate(self.norm(tokens), shift, scale)
-        image = tokens
-        if self.class_token is not None:
-            image = tokens[:, :-1]
-        latents = F.fold(self.patch_out(image).transpose(1, 2), (x.shape[2], x.shape[3]), patch, stride=patch)
+        patch = self.config.patch_size
         if self.class_token is None:
-            return latents
+            return F.fold(self.patch_out(tokens).transpose(1, 2), size, patch, stride=patch)
+        rows = rows_of(self.class_token.enter.in_features, self.config.channels, size[1])
+        size = (size[0] - rows, size[1])
+        latents = F.fold(self.patch_out(tokens[:, :-1]).transpose(1, 2), size, patch, stride=patch)
         return join_token(latents, self.class_token.leave(tokens[:, -1]))
 
     def _embed_time(self, t: Tensor) -> Tensor:
