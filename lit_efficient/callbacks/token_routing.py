@@ -262,7 +262,8 @@ def _set_before(block: _Routed, streams: tuple[Tensor, ...]) -> None:
     route = block._route
     if not backward_runs():
         route.before = streams
-        route.passes += torch.is_grad_enabled()
+        # A pass without gradients replaces the tokens of an earlier one with gradients.
+        route.passes += torch.is_grad_enabled() or route.passes > 0
         if block.training and route.seed is None:
             route.drawn = _any_seed()
 

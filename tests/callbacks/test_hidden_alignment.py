@@ -15,6 +15,7 @@ from transformers import ViTConfig
 
 from lit_efficient import (
     EMA,
+    ActivationCheckpointing,
     AlignmentHead,
     AutoencoderConfig,
     ConfigurationError,
@@ -474,3 +475,12 @@ def test_self_flow_says_what_is_missing():
 def test_two_times_need_a_network_that_takes_a_time_for_each_token(make):
     with pytest.raises(ConfigurationError, match=r"timestep_sampling\.second_share must be 0.*, got 0\.5"):
         make(TWO_TIMES)
+
+
+def test_a_teacher_cannot_replace_the_tokens_that_sprint_recomputes():
+    """The teacher's pass comes after the student's, whose tokens from before the route a recomputation would need."""
+    techniques = [EMA(), TokenRouting(0.5, 1, 1, mode="sprint"), ActivationCheckpointing()]
+    technique = HiddenAlignment(1, "average.3", projection="none")
+    with pytest.raises(ConfigurationError, match="runs the network several times"):
+        fit(technique, batches(), techniques, timestep_sampling=TWO_TIMES)
+    fit(technique, batches(), [*techniques[:1], TokenRouting(0.5, 1, 1)], timestep_sampling=TWO_TIMES)
