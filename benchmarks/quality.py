@@ -1,30 +1,37 @@
-"""Measure the steps that techniques need for an equal loss, relative to AdamW, on three small trainings.
+"""Measure what techniques change in small trainings: steps to an equal loss, and samples in few steps.
 
-    python -m benchmarks.quality --minutes 60          run what is missing, for at most an hour python -m
-    benchmarks.quality --only TokenRouting   run the arms with one of these words in their names, and baselines python
-    -m benchmarks.quality --show                print the table of the finished runs python -m benchmarks.quality
-    --record              write the table into figures.json and docs/measured.md
+    python -m benchmarks.quality --minutes 60      run what is missing, for at most an hour
+    python -m benchmarks.quality --only DMD2 LCM   run arms with one of these words in their names, and baselines
+    python -m benchmarks.quality --show            print the tables of the finished runs
+    python -m benchmarks.quality --record          write the tables into figures.json
 
-An arm is a technique in one of three trainings:
+An arm is a technique in one of five trainings:
 
 - ``digits``: a diffusion transformer on latents of handwritten digits,
 - ``photos``: a diffusion transformer on pixels of crops of two photographs,
-- ``python``: a GPT on Python's standard library.
+- ``python``: a GPT on Python's standard library,
+- ``few-step digits`` and ``few-step photos``: the first two, judged by samples in 1, 2, 4 and 50 steps.
 
-All are scored by validation loss, the first two also by the Fréchet distance of samples (not FID). The loss is that of
-the task, even if a technique trains on another loss.
+Each arm is first run at three learning rates with a tuning seed, then at the best rate with the other seeds.
 
-Each arm is first run at three learning rates with a tuning seed, then at the best rate with the other seeds. The
-baseline is run with these seeds at all three rates. For each seed, the level is the worse of the two final values. The
-result is the number of steps, and of CPU seconds of training, after which each run first reaches the level,
-interpolated between evaluations. A ratio of 0.8 means a fifth fewer. The ratio and its interval refer to the baseline
-at its best rate. The interval is Student's over the logarithms of the ratios.
+The first three trainings are scored by validation loss, two of them also by the Fréchet distance of samples (not FID).
+The loss is that of the task, even if a technique trains on another loss. The baseline is AdamW, run with all seeds at
+all three rates. For each seed, the level is the worse of the two final values. The result is the number of steps, and
+of CPU seconds of training, after which each run first reaches the level, interpolated between evaluations. A ratio of
+0.8 means a fifth fewer. The ratio and its interval refer to the baseline at its best rate. The p value is the largest
+over all baseline rates that are not significantly worse than the best one, because a single tuning seed chooses between
+close rates by chance (docs/negative_results.md).
 
-The p value is the largest over all baseline rates that are not significantly worse than the best one, because a single
-tuning seed chooses between close rates by chance (docs/negative_results.md). It is corrected by Holm's method over all
-rows of the table. The verdict says where the evidence is insufficient. Each run takes at most half a minute and is a
-line of ``benchmarks/records/quality.jsonl``, which is kept with the code. A run is identified by its settings, and runs
-again when they change. Seconds depend on the machine: use an idle one.
+The few-step trainings have an average of the weights and no guidance. The result is the ratio of the Fréchet distance
+of samples to that of the baseline, flow matching, in 50 steps, and to that of flow matching in as many steps. Arms are
+tuned for 2 steps of sampling, or for the only number that they are trained for. The rate of the baseline is the best of
+the first trainings. Distilled arms start from the baseline's weights of the same seed and train for as many steps
+again, so that in as many steps they are compared with flow matching that is trained for twice the steps.
+
+Intervals are Student's over the logarithms of the ratios. p is corrected by Holm's method over all rows of a table. The
+verdict says where the evidence is insufficient. Each run takes at most half a minute and is a line of
+``benchmarks/records/quality.jsonl``, which is kept with the code. A run is identified by its settings, and runs again
+when they change. Seconds depend on the machine: use an idle one.
 """
 
 from __future__ import annotations
@@ -50,6 +57,7 @@ import lit_efficient as le
 from benchmarks import figures
 from benchmarks.clock import use_one_thread
 from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, mean_of, ratio_of
+from lit_efficient.files.cache import cache_root
 from lit_efficient.losses.snr import RULES
 from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.optimizers.schedules import decay_factor, warmup_cosine, warmup_factor
@@ -57,13 +65,36 @@ from lit_efficient.optimizers.schedules import decay_factor, warmup_cosine, warm
 RATES = (1e-3, 3e-3, 9e-3)
 TUNING_SEED = 100
 SEEDS = (1, 2, 3, 4, 5)
+FEW = (1, 2, 4)  # steps of sampling
+MANY = 50
+COUNT = 300  # samples that are judged
 _IMAGES = ("val/frechet_distance", "val/loss")
-METRICS = {"digits": _IMAGES, "photos": _IMAGES, "python": ("val/loss",)}  # the first one is tuned for
-STEPS = {"digits": 320, "photos": 320, "python": 240}
+
+
+def in_steps(steps: int) -> str:
+    """Return the name of the distance of samples in some steps."""
+    return f"{steps} step{'s' * (steps > 1)}"
+
+
+_SAMPLED = tuple(map(in_steps, (2, 1, 4, MANY)))
+METRICS = {  # the first one of a run is tuned for
+    "digits": _IMAGES,
+    "photos": _IMAGES,
+    "python": ("val/loss",),
+    "few-step digits": _SAMPLED,
+    "few-step photos": _SAMPLED,
+}
+STEPS = {"digits": 320, "photos": 320, "python": 240, "few-step digits": 320, "few-step photos": 320}
+SAMPLED = ("few-step digits", "few-step photos")  # only judged by samples, after the last step
 EVALUATIONS = 8
 BASELINE = "baseline"
+LONGER = "flow matching, twice the steps"
+
+OF_MANY = f"of {MANY} steps"  # rivals of samples in few steps
+OF_AS_MANY = "of as many"
 
 Curve = list[tuple[int, float, float]]  # steps, seconds, metric
+Key = tuple[str, str, str, str]  # task, name of the arm, metric, and what is compared
 Schedule = Callable[[int, int, float], float]  # the factor on the rate at a step, of steps of warm-up and of all
 
 
@@ -80,6 +111,9 @@ class Arm:
         settings: Arguments of the module that differ from the baseline.
         steps: Number of steps, if it differs from the baseline because of a larger batch.
         batches: Size of a batch, in batches of the baseline.
+        module: Name of the task's class, if it is not that of the baseline.
+        rates: Learning rates, of which the tuning seed chooses.
+        few: Steps of sampling that are measured in the few-step trainings.
     """
 
     task: str
@@ -90,19 +124,32 @@ class Arm:
     settings: Mapping[str, Any] = field(default_factory=dict)
     steps: int | None = None
     batches: int = 1
+    module: str = "LatentDiffusion"
+    rates: tuple[float, ...] = RATES
+    few: tuple[int, ...] = FEW
 
     @property
     def recipe(self) -> str:
-        """Hash of the settings, in twelve hexadecimal digits."""
+        """Hash of the settings, in twelve hexadecimal digits. Text and code of the library are no part of it."""
         made = [one.record() for one in self.callbacks()]
-        code = [_code_of(f.__code__) for f in (self.optimizer, self.schedule) if f is not None]
+        code = [_named(f) for f in (self.optimizer, self.schedule) if f is not None]
         numbers = [self.steps or STEPS[self.task], EVALUATIONS, self.batches]
-        text = json.dumps([made, repr(code), repr(self.settings), numbers], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        parts = [made, repr(code), repr(self.settings), numbers]
+        if self.task in SAMPLED:
+            parts += [self.module, self.few, COUNT]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _code_of(code: CodeType) -> list[Any]:
-    return [*code.co_names, *(_code_of(one) if isinstance(one, CodeType) else one for one in code.co_consts)]
+def _named(function: Callable[..., Any]) -> list[Any]:
+    """Return the name of a function of the library, or what the code of a function of this file consists of."""
+    if function.__module__ != __name__:
+        return [f"{function.__module__}.{function.__qualname__}"]
+    return _code_of(function.__code__, function.__doc__)
+
+
+def _code_of(code: CodeType, text: str | None = None) -> list[Any]:
+    parts = [_code_of(one) if isinstance(one, CodeType) else one for one in code.co_consts]
+    return [*code.co_names, *(one for one in parts if one != text)]
 
 
 def constant(step: int, warmup: int, total: float) -> float:
@@ -197,14 +244,52 @@ ARMS = [
 ]
 
 
+DISTILLED = ("ConsistencyDistillation", "DistributionMatching")
+_FLOW_RATE = 9e-3  # the best one of the baselines of digits and photos
+FEW_BASELINES = {
+    task: Arm(task, BASELINE, lambda: [le.EMA()], rates=(_FLOW_RATE,), few=(*FEW, MANY)) for task in SAMPLED
+}
+
+
+def _in_few_steps(task: str) -> list[Arm]:
+    """Return the baseline and all ways to sample in few steps. Distilled networks start from the baseline's."""
+    averaged = partial(Arm, task, callbacks=lambda: [le.EMA()])
+    from_data = partial(averaged, module="FewStepDiffusion")
+    matched = partial(averaged, module="DistributionMatching", rates=(3e-4, *RATES))
+    return [
+        FEW_BASELINES[task],
+        from_data("Shortcut", settings={"objective": le.Shortcut()}),
+        averaged("LCM", module="ConsistencyDistillation"),
+        *(matched(f"DMD2 for {in_steps(n)}", settings={"sampling_steps": n}, few=(n,)) for n in (4, 1, 2)),
+        from_data("MeanFlow, power 0", settings={"objective": le.MeanFlow(power=0.0)}),
+        from_data("MeanFlow, power 1", settings={"objective": le.MeanFlow(power=1.0)}),
+        from_data("Shortcut, finest 8", settings={"objective": le.Shortcut(finest=8)}),
+        averaged(LONGER, rates=(_FLOW_RATE,), steps=2 * STEPS[task], few=(*FEW, MANY)),
+    ]
+
+
+ARMS_IN_FEW_STEPS = {task: _in_few_steps(task) for task in SAMPLED}
+ARMS += [arm for arms in ARMS_IN_FEW_STEPS.values() for arm in arms]
+
+
 # A piece ------------------------------------------------------------------------------------------------------------
 
 
-def make_digits(rate: float, settings: Mapping[str, Any], batches: int = 1) -> tuple[Any, Any]:
+def _diffusion(arm: Arm, rate: float, backbone: le.DiTConfig, samples: int, seed: int) -> Any:
+    given: dict[str, Any] = {"learning_rate": rate, "samples": le.Samples(0)}
+    if arm.task not in SAMPLED:
+        given |= {"sampling_steps": 10, "samples": le.Samples(samples)}
+    if arm.module in DISTILLED:
+        given |= {"teacher": str(_teacher(arm.task, seed)), "teacher_guidance": 1.0}
+    else:
+        given |= {"backbone": backbone, "guidance_scale": 1.0}
+    return getattr(le, arm.module)(**given | dict(arm.settings))
+
+
+def make_digits(arm: Arm, rate: float, seed: int) -> tuple[Any, Any]:
     """The training of ``configs/tasks/latent_diffusion.yaml``, one block deeper and without guidance."""
-    backbone = le.DiTConfig(depth=4)
-    given = {"backbone": backbone, "guidance_scale": 1.0, "sampling_steps": 10, "samples": le.Samples(128)}
-    return le.LatentDiffusion(**{**given, "learning_rate": rate, **settings}), le.LatentDigits(batch_size=64 * batches)
+    module = _diffusion(arm, rate, le.DiTConfig(depth=4), 128, seed)
+    return module, le.LatentDigits(batch_size=64 * arm.batches)
 
 
 class Pixels(torch.nn.Module):
@@ -234,22 +319,27 @@ class PhotoPixels(le.PhotoCrops):
         self.codec = LatentCodec(Pixels(), torch.zeros(3), torch.full((3,), 0.5))  # type: ignore[arg-type]
 
 
-def make_photos(rate: float, settings: Mapping[str, Any], batches: int = 1) -> tuple[Any, Any]:
+def make_photos(arm: Arm, rate: float, seed: int) -> tuple[Any, Any]:
     """Diffusion on 64 tokens of two by two pixels each."""
     backbone = le.DiTConfig(channels=3, size=16, patch_size=2, depth=4, num_classes=6)
-    given = {"backbone": backbone, "guidance_scale": 1.0, "sampling_steps": 10, "samples": le.Samples(96)}
-    return le.LatentDiffusion(**{**given, "learning_rate": rate, **settings}), PhotoPixels(16 * batches)
+    return _diffusion(arm, rate, backbone, 96, seed), PhotoPixels(16 * arm.batches)
 
 
-def make_python(rate: float, settings: Mapping[str, Any], batches: int = 1) -> tuple[Any, Any]:
+def make_python(arm: Arm, rate: float, seed: int) -> tuple[Any, Any]:
     """The training of ``configs/tasks/language_model.yaml``, half as wide."""
-    given = {"model": le.GPTConfig(dim=64, depth=4, num_heads=4, max_length=128)}
-    sizes = {"sequence_length": 128, "batch_size": 8 * batches, "val_batch_size": 32}
+    given = {"model": le.GPTConfig(dim=64, depth=4, num_heads=4, max_length=128), "learning_rate": rate}
+    sizes = {"sequence_length": 128, "batch_size": 8 * arm.batches, "val_batch_size": 32}
     data = le.PythonCorpus(vocab_size=2048, val_fraction=0.005, **sizes)
-    return le.LanguageModeling(**{**given, "learning_rate": rate, **settings}), data
+    return le.LanguageModeling(**given | dict(arm.settings)), data
 
 
-MAKE = {"digits": make_digits, "photos": make_photos, "python": make_python}
+MAKE = {
+    "digits": make_digits,
+    "photos": make_photos,
+    "python": make_python,
+    "few-step digits": make_digits,
+    "few-step photos": make_photos,
+}
 
 
 class Watch(Callback):
@@ -275,12 +365,51 @@ class Watch(Callback):
             curve.append((trainer.global_step, round(self.seconds, 3), float(trainer.callback_metrics[metric])))
 
 
+class Judge(Watch):
+    """Callback that judges samples in few steps at each evaluation, from the same noise."""
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Sample while the module has the averaged weights."""
+        data = trainer.datamodule
+        labels = torch.arange(COUNT) % pl_module.shape.num_classes
+        for metric, curve in self.curves.items():
+            generator = torch.Generator().manual_seed(0)
+            latents = pl_module.sample(labels, generator, steps=int(metric.split()[0]))
+            images = torch.cat([data.codec.decode(part) for part in latents.split(64)])
+            distance = data.score_samples(images, labels)["frechet_distance"]
+            curve.append((trainer.global_step, round(self.seconds, 3), float(distance)))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """The losses of the tasks are not comparable."""
+
+
+def _file_of(arm: Arm, rate: float, seed: int) -> Path:
+    return cache_root() / "quality" / f"{arm.task} {arm.recipe} {rate:g} {seed}.ckpt"
+
+
+def _teacher(task: str, seed: int) -> Path:
+    """Return the checkpoint of the baseline of a seed, which is trained unless it is there."""
+    arm = FEW_BASELINES[task]
+    (rate,) = arm.rates
+    file = _file_of(arm, rate, seed)
+    if not file.exists():
+        train(arm, rate, seed)
+    return file
+
+
 def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
-    """Train one run. Return its curves by metric."""
-    seed_everything(seed, verbose=False)
-    module, data = MAKE[arm.task](rate, arm.settings, arm.batches)
+    """Train one run. Return its curves by metric. A baseline of the few-step trainings is kept as a teacher."""
     steps = arm.steps or STEPS[arm.task]
-    watch = Watch(METRICS[arm.task])
+    sampled = arm.task in SAMPLED
+    evaluations = 1 if sampled else EVALUATIONS
+    if arm.module in DISTILLED:
+        _teacher(arm.task, seed)
+    seed_everything(seed, verbose=False)
+    module, data = MAKE[arm.task](arm, rate, seed)
+    if sampled:
+        watch: Watch = Judge([metric for metric in METRICS[arm.task] if int(metric.split()[0]) in arm.few])
+    else:
+        watch = Watch(METRICS[arm.task])
 
     def configure_optimizers() -> Any:
         trainable = [p for p in module.parameters() if p.requires_grad]
@@ -296,7 +425,7 @@ def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
         accelerator="cpu",
         max_steps=steps,
         gradient_clip_val=1.0,
-        val_check_interval=steps // EVALUATIONS,
+        val_check_interval=steps // evaluations,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         callbacks=[*arm.callbacks(), watch],
@@ -306,6 +435,11 @@ def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
+    if sampled and arm.name == BASELINE:
+        module.codec = None  # that of photos cannot be saved, and distillation has it from the data
+        file = _file_of(arm, rate, seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        trainer.save_checkpoint(file)
     return watch.curves
 
 
@@ -330,16 +464,18 @@ def runs_of(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[float, in
 
 
 def best_rate(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the rate of :data:`RATES` with the lowest final value of the tuning seed, ``None`` until all have run."""
+    """Return the arm's rate with the lowest final value of the tuning seed, ``None`` until all have run."""
+    if len(arm.rates) == 1:
+        return arm.rates[0]
     runs = runs_of(arm, rows)
-    metric = METRICS[arm.task][0]
-    tuned = {rate: runs[rate, TUNING_SEED] for rate in RATES if (rate, TUNING_SEED) in runs}
+    tuned = {rate: runs[rate, TUNING_SEED] for rate in arm.rates if (rate, TUNING_SEED) in runs}
     ends = {}
     for rate, run in tuned.items():
-        end = run["curves"][metric][-1][2] if run["curves"] else math.inf
+        metric = next((one for one in METRICS[arm.task] if one in run["curves"]), None)
+        end = run["curves"][metric][-1][2] if metric else math.inf
         # A run that diverged to NaN ranks last: min() gives no defined order with NaN.
         ends[rate] = end if math.isfinite(end) else math.inf
-    if len(ends) < len(RATES):
+    if len(ends) < len(arm.rates):
         return None
     return min(ends, key=ends.__getitem__)
 
@@ -348,8 +484,10 @@ def left(arm: Arm, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int] = SEE
     """Yield the rates and seeds that an arm still needs, in order."""
     runs = runs_of(arm, rows)
     best = best_rate(arm, rows)
-    rates = RATES if arm.name == BASELINE else [best]
-    wanted = [(rate, TUNING_SEED) for rate in RATES] if best is None else [(r, seed) for r in rates for seed in seeds]
+    rates = arm.rates if arm.name == BASELINE else [best]
+    wanted = [(rate, seed) for rate in rates for seed in seeds]
+    if best is None:
+        wanted = [(rate, TUNING_SEED) for rate in arm.rates]
     yield from (one for one in wanted if one not in runs)
 
 
@@ -421,10 +559,10 @@ def against(pairs: Mapping[float, Sequence[tuple[float, float]]], best: float) -
     return replace(shown, p=p, n=min(one.n for one in ratios.values()))
 
 
-def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str, str], Estimate]:
+def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[Key, Estimate]:
     """Return ratios to the baseline by task, arm, metric and unit (steps, seconds), with Holm's correction of p."""
-    found: dict[tuple[str, str, str, str], Estimate] = {}
-    baselines = {arm.task: arm for arm in arms if arm.name == BASELINE}
+    found: dict[Key, Estimate] = {}
+    baselines = {arm.task: arm for arm in arms if arm.name == BASELINE and arm.task not in SAMPLED}
     for arm in arms:
         base = baselines.get(arm.task)
         rate = best_rate(arm, rows)
@@ -448,6 +586,36 @@ def table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[
                     for r in _rivals(theirs, metric, best)
                 }
                 found[arm.task, arm.name, metric, what] = against(pairs, best)
+    return _corrected(found)
+
+
+def few_step_table(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[Key, Estimate]:
+    """Return ratios of Fréchet distances by task, arm, steps of sampling and rival, with Holm's correction of p.
+
+    The rivals are :data:`MANY` steps of the baseline, and as many steps of flow matching that is trained for as many
+    steps: for distilled arms this includes the training of the teacher.
+    """
+    found: dict[Key, Estimate] = {}
+    flows = {(arm.task, arm.name): arm for arm in arms if arm.task in SAMPLED and arm.name in (BASELINE, LONGER)}
+    for arm in arms:
+        rate = best_rate(arm, rows)
+        if arm.task not in SAMPLED or rate is None:
+            continue
+        ours = _of_seeds(arm, rows)[rate]
+        equal = LONGER if arm.module in DISTILLED else BASELINE
+        for metric in map(in_steps, arm.few):
+            for what, name, rival_metric in ((OF_MANY, BASELINE, in_steps(MANY)), (OF_AS_MANY, equal, metric)):
+                rival = flows[arm.task, name]
+                theirs = _of_seeds(rival, rows)[rival.rates[0]]
+                seeds = sorted(ours.keys() & theirs.keys())
+                if not seeds or (arm is rival and metric == rival_metric):
+                    continue
+                pairs = [(_end(ours[seed][metric]), _end(theirs[seed][rival_metric])) for seed in seeds]
+                found[arm.task, arm.name, metric, what] = ratio_of([a for a, _ in pairs], [b for _, b in pairs])
+    return _corrected(found)
+
+
+def _corrected(found: Mapping[Key, Estimate]) -> dict[Key, Estimate]:
     adjusted = holm({"\0".join(key): estimate for key, estimate in found.items()})
     return {key: adjusted["\0".join(key)] for key in found}
 
@@ -467,7 +635,7 @@ def _rivals(runs: Mapping[float, Mapping[int, Mapping[str, Curve]]], metric: str
 
 def _of_seeds(arm: Arm, rows: Iterable[Mapping[str, Any]]) -> dict[float, dict[int, Mapping[str, Curve]]]:
     """Return an arm's curves by rate and seed, without the tuning seed."""
-    found: dict[float, dict[int, Mapping[str, Curve]]] = {rate: {} for rate in RATES}
+    found: dict[float, dict[int, Mapping[str, Curve]]] = {rate: {} for rate in arm.rates}
     for (rate, seed), one in runs_of(arm, rows).items():
         if seed != TUNING_SEED:
             found[rate][seed] = one["curves"]
@@ -478,90 +646,124 @@ def _end(curve: Curve) -> float:
     return curve[-1][2] if curve else math.inf
 
 
-def verdict(estimate: Estimate) -> str:
+def verdict(estimate: Estimate, less: str = "fewer", more: str = "more") -> str:
     """Return the conclusion that an estimate of a ratio supports."""
     if estimate.n < len(SEEDS):
         return f"{estimate.n} of {len(SEEDS)} seeds: unknown"
     if not estimate.evidence:
         return "no evidence"
-    return "fewer" if estimate.value < 1 else "more"
+    return less if estimate.value < 1 else more
 
 
-def lines(found: Mapping[tuple[str, str, str, str], Estimate]) -> Iterator[str]:
-    """Yield the lines of the table."""
-    head = f"{'task':7} {'arm':38} {'until equal':21} {'counted':8} {'ratio':>6} {'95 % interval':>15}"
-    yield f"{head} {'p':>7}  n  verdict"
+def lines(found: Mapping[Key, Estimate]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    head = f"{'training':15} {'arm':38} {'metric':21} {'ratio of':11} {'':>6} {'95 % interval':>15}"
+    yield f"{head} {'p':>7}  n  evidence"
     for (task, name, metric, what), one in found.items():
         interval = f"{one.low:.2f} to {one.high:.2f}"
-        p = ""
-        if one.p is not None:
-            p = f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
-        yield f"{task:7} {name:38} {metric:21} {what:8} {one.value:6.2f} {interval:>15} {p:>7}  {one.n}  {verdict(one)}"
-    yield f"p is Holm's over the {len(found)} rows; evidence is p of at most {LEVEL:g}."
+        start = f"{task:15} {name:38} {metric:21} {what:11} {one.value:6.2f} {interval:>15}"
+        yield f"{start} {_shown_p(one):>7}  {one.n}  {verdict(one, 'lower', 'higher')}"
+    yield f"p is Holm's over all rows of the table; evidence is p of at most {LEVEL:g}."
 
 
 # Where it is kept ---------------------------------------------------------------------------------------------------
 
 COMMAND = "python -m benchmarks.quality"
-_COLUMNS = ["Training", "Technique", "Until equal", "Steps", "CPU seconds", "p of steps, seconds", "Steps are"]
-_PLACE = "`benchmarks/gpu.sh` runs on a GPU"  # of docs/measured.md, in front of which the table stands
-_SECTION = f"""## Steps to an equal loss
+_COLUMNS = {
+    "quality": ["Training", "Technique", "Until equal", "Steps", "CPU seconds", "p of steps, seconds", "Steps are"],
+    "few_steps": [
+        "Training",
+        "Task",
+        "Sampled in",
+        "Fréchet distance",
+        f"Ratio to {MANY} steps of flow",
+        "Ratio to as many steps of flow",
+        "p of both",
+        "Distances are",
+    ],
+}
 
-Three small trainings: a diffusion transformer on digits and on pixels of photographs, and a GPT on Python code. The
-ratios compare each technique with AdamW under a cosine schedule, until both reach the worse of their final losses;
-below 1 is less. They are means over {len(SEEDS)} seeds with Student's confidence intervals. Learning rates of both
-sides are tuned over the same {len(RATES)} values, and p is corrected over the whole table (Holm). Arms of the
-benchmark that are not in the table were not run. Seconds were measured on a busy machine.
 
-<!-- figures: quality -->
-<!-- /figures -->
-
-"""
-
-
-def _shown(one: Estimate) -> str:
+def _shown(one: Estimate | None) -> str:
+    if one is None:
+        return "-"
     return f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
 
 
-def kept(found: Mapping[tuple[str, str, str, str], Estimate]) -> list[dict[str, Any]]:
+def _shown_p(one: Estimate | None) -> str:
+    if one is None or one.p is None:
+        return "-"
+    return f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
+
+
+def _record(
+    name: str, key: Sequence[str], cells: Sequence[str], values: Mapping[str, str], unit: str
+) -> dict[str, Any]:
+    return {
+        "id": "/".join((name, *key)),
+        "table": name,
+        "command": COMMAND,
+        "unit": unit,
+        "figures": values,
+        "cells": [*cells, *(f"{{{field}}}" for field in values)],
+        "date": figures.here()["date"],
+        "threads": 1,
+        "environment": name,
+    }
+
+
+def kept(found: Mapping[Key, Estimate]) -> list[dict[str, Any]]:
     """Return the records for figures.json of all rows for which every seed has run."""
     records = []
-    now = figures.here()
     for (task, name, metric, what), steps in found.items():
-        seconds = found[task, name, metric, "seconds"]
         if what != "steps" or steps.n < len(SEEDS):
             continue
-        ps = ", ".join("-" if one.p is None else f"{one.p:.3f}" for one in (steps, seconds))
+        seconds = found[task, name, metric, "seconds"]
+        ps = ", ".join(map(_shown_p, (steps, seconds)))
         values = {"steps": _shown(steps), "seconds": _shown(seconds), "p": ps, "verdict": verdict(steps)}
-        records.append(
-            {
-                "id": f"quality/{task}/{name}/{metric}",
-                "table": "quality",
-                "command": COMMAND,
-                "unit": "with it / without it, geometric mean over seeds, 95 % interval",
-                "figures": values,
-                "cells": [task, name, metric.removeprefix("val/").replace("_", " "), *(f"{{{key}}}" for key in values)],
-                "date": now["date"],
-                "threads": 1,
-                "environment": "quality",
-            }
-        )
+        cells = [task, name, metric.removeprefix("val/").replace("_", " ")]
+        unit = "with it / without it, geometric mean over seeds, 95 % interval"
+        records.append(_record("quality", (task, name, metric), cells, values, unit))
     return records
 
 
-def record(found: Mapping[tuple[str, str, str, str], Estimate]) -> None:
-    """Write the table into figures.json and docs/measured.md."""
+def kept_few(
+    found: Mapping[Key, Estimate], arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the records for figures.json of all samples in few steps for which every seed has run."""
+    records = []
+    for arm in arms:
+        rate = best_rate(arm, rows)
+        runs = _of_seeds(arm, rows)[rate] if arm.task in SAMPLED and rate is not None else {}
+        if len(runs) < len(SEEDS):
+            continue
+        for metric in map(in_steps, arm.few):
+            pair = [found.get((arm.task, arm.name, metric, rival)) for rival in (OF_MANY, OF_AS_MANY)]
+            mean = sum(_end(run[metric]) for run in runs.values()) / len(runs)
+            values = {"distance": f"{mean:.2f}", "many": _shown(pair[0]), "as_many": _shown(pair[1])}
+            values["p"] = ", ".join(map(_shown_p, pair))
+            values["verdict"] = ", ".join("-" if one is None else verdict(one, "smaller", "larger") for one in pair)
+            name = "flow matching" if arm.name == BASELINE else arm.name
+            cells = [arm.task.removeprefix("few-step "), name, metric]
+            unit = "Fréchet distance; ratio of distances, geometric mean over seeds, 95 % interval"
+            records.append(_record("few_steps", (arm.task, arm.name, metric), cells, values, unit))
+    return records
+
+
+def record(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows of a table into figures.json, from which ``benchmarks.figures`` writes the documents."""
     source = json.loads(figures.FILE.read_text("utf-8"))
     now = figures.here()
-    records = kept(found)
-    source["environments"]["quality"] = {key: now[key] for key in ("versions", "machine")}
-    source["tables"]["quality"] = _COLUMNS
-    source["records"] = [one for one in source["records"] if one.get("table") != "quality"] + records
+    source["environments"][name] = {key: now[key] for key in ("versions", "machine")}
+    source["tables"][name] = _COLUMNS[name]
+    before = source["records"]
+    known = {one["id"]: one for one in before}
+    # A row whose figures are the same keeps its date.
+    new = [known[one["id"]] if known.get(one["id"], {}).get("figures") == one["figures"] else one for one in rows]
+    others = [one for one in before if one.get("table") != name]
+    place = next((i for i, one in enumerate(before) if one.get("table") == name), len(before))
+    source["records"] = others[:place] + new + others[place:]
     figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    page = figures.ROOT / "docs" / "measured.md"
-    text = page.read_text("utf-8")
-    if "<!-- figures: quality -->" not in text:
-        page.write_text(text.replace(_PLACE, _SECTION + _PLACE, 1), encoding="utf-8")
     print("To update the documents, run: python -m benchmarks.figures --write")
 
 
@@ -586,10 +788,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seeds = range(1, given.seeds + 1)
         count = run(arms, file, time.monotonic() + 60 * given.minutes, seeds)
         print(f"{count} pieces are known to be left" if count else "all has been run", flush=True)
-    found = table(arms, records(file))
-    print("\n".join(lines(found)))
+    rows = records(file)
+    # p is corrected over all arms that have run, also if --only shows a part of them.
+    found = table(ARMS, rows)
+    few = few_step_table(ARMS, rows)
+    shown = {(arm.task, arm.name) for arm in arms}
+    for one in (found, few):
+        print("\n".join(lines({key: estimate for key, estimate in one.items() if key[:2] in shown})))
     if given.record:
-        record(found)
+        record("quality", kept(found))
+        record("few_steps", kept_few(few, ARMS, rows))
     return 0
 
 

@@ -72,6 +72,67 @@ def test_pieces_go_on_and_ratios_have_the_p_of_scipy(tmp_path: Path, capsys: pyt
     assert most == "same"
 
 
+FACTORS = (1.1, 1.2, 1.15, 1.05, 1.3)
+_ALL = quality.ARMS_IN_FEW_STEPS["few-step digits"]
+FEW_ARMS = [*_ALL[:4], _ALL[-1]]
+
+
+def few_attempt(arm: Arm, rate: float, seed: int) -> dict[str, Any]:
+    """Return distances whose ratios to the baseline differ between seeds. The second rate is the best."""
+    factor = FACTORS[seed % len(SEEDS)]
+    found = {"1 step": 3.0 * factor, "2 steps": 2.0, "4 steps": 1.5, "50 steps": 1.0}
+    if arm.name == quality.LONGER:
+        found = {"1 step": 3.0, "2 steps": 2.0, "4 steps": 1.01, "50 steps": 0.9 * factor}
+    elif arm.name != BASELINE:
+        found = {"1 step": factor, "2 steps": 1 / factor, "4 steps": 1.01 * factor}
+    worse = 1.0 if rate in (RATES[1], *quality.FEW_BASELINES["few-step digits"].rates) else 2.0
+    return {quality.in_steps(n): [(320, 9.0, worse * seed * found[quality.in_steps(n)])] for n in arm.few}
+
+
+def test_samples_in_few_steps_are_compared_with_the_baseline_of_the_same_seed(tmp_path: Path) -> None:
+    file = tmp_path / "quality.jsonl"
+    assert quality.run(FEW_ARMS, file, math.inf, attempt=few_attempt) == 0
+    rows = quality.records(file)
+    base, shortcut, _, matched, longer = FEW_ARMS
+    for flow in (base, longer):
+        assert {(r["rate"], r["seed"]) for r in rows if r["name"] == flow.name} == {(flow.rates[0], s) for s in SEEDS}
+    assert {r["rate"] for r in rows if r["name"] == shortcut.name and r["seed"] in SEEDS} == {RATES[1]}
+    found = quality.few_step_table(FEW_ARMS, rows)
+    one = found[base.task, shortcut.name, "1 step", quality.OF_MANY]
+    assert one.value == pytest.approx(math.prod(FACTORS) ** (1 / 5))
+    raw = quality.ratio_of([FACTORS[s % 5] * s for s in SEEDS], [1.0 * s for s in SEEDS])
+    assert one.p is not None
+    assert raw.p is not None
+    assert one.p > raw.p  # Holm
+    other = found[base.task, shortcut.name, "4 steps", quality.OF_AS_MANY]
+    assert other.value == pytest.approx(1.01 / 1.5 * math.prod(FACTORS) ** (1 / 5))
+    distilled = found[base.task, matched.name, "4 steps", quality.OF_AS_MANY]  # as long as its teacher and itself
+    assert distilled.value == pytest.approx(math.prod(FACTORS) ** (1 / 5))
+    assert (base.task, base.name, "2 steps", quality.OF_AS_MANY) not in found
+    assert {metric for _, name, metric, _ in found if name == matched.name} == {"4 steps"}
+    part = quality.few_step_table(FEW_ARMS, [r for r in rows if r["seed"] not in SEEDS[3:]])
+    assert quality.verdict(part[base.task, shortcut.name, "1 step", quality.OF_MANY]) == "3 of 5 seeds: unknown"
+
+
+def test_a_recipe_does_not_change_with_text_or_with_code_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def schedule(step: int, warmup: int, total: float) -> float:
+        """Return 1."""
+        return 1.0
+
+    def documented(step: int, warmup: int, total: float) -> float:
+        """Return the number 1."""
+        return 1.0
+
+    def other(step: int, warmup: int, total: float) -> float:
+        """Return 1."""
+        return 2.0
+
+    for one in (schedule, documented, other):
+        monkeypatch.setattr(one, "__module__", quality.__name__)
+    first, second, third = (Arm("python", "other", schedule=one).recipe for one in (schedule, documented, other))
+    assert first == second != third
+
+
 def test_a_level_is_the_worse_end_and_is_interpolated() -> None:
     fast = [(10, 1.0, 4.0), (20, 2.0, 2.0), (30, 3.0, 1.0)]
     slow = [(10, 2.0, 5.0), (20, 4.0, 4.0), (30, 6.0, 3.0)]
@@ -104,25 +165,29 @@ def test_evidence_is_that_against_the_baseline_at_each_of_its_rates() -> None:
     assert quality.against({1e-3: clear, 9e-3: constant}, 1e-3).p == best.p
 
 
-def test_what_is_recorded_stands_in_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "measured.md").write_text(f"# Measured\n\n{quality._PLACE} what can be run.\n", "utf-8")
+def test_what_is_recorded_is_written_into_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "figures.json").write_text('{"environments": {}, "tables": {}, "records": [{"id": "a"}]}', "utf-8")
-    monkeypatch.setattr(quality.figures, "ROOT", tmp_path)
     monkeypatch.setattr(quality.figures, "FILE", tmp_path / "figures.json")
     file = tmp_path / "quality.jsonl"
     quality.run(ARMS, file, math.inf, attempt=attempt)
-    found = quality.table(ARMS, quality.records(file))
+    quality.run(FEW_ARMS, file, math.inf, attempt=few_attempt)
+    rows = quality.records(file)
+    few = quality.few_step_table(FEW_ARMS, rows)
     for _ in range(2):  # the same again takes its place
-        quality.record(found)
+        quality.record("quality", quality.kept(quality.table(ARMS, rows)))
+        quality.record("few_steps", quality.kept_few(few, FEW_ARMS, rows))
     source = json.loads((tmp_path / "figures.json").read_text("utf-8"))
     mine = {one["id"]: one["figures"] for one in source["records"][1:]}
+    assert len(mine) == len(source["records"][1:])
     assert mine["quality/python/other/val/loss"]["verdict"] == "fewer"
     assert mine["quality/python/same/val/loss"]["verdict"] == "no evidence"
-    assert {len(one["cells"]) for one in source["records"][1:]} == {len(source["tables"]["quality"])}
-    page = (tmp_path / "docs" / "measured.md").read_text("utf-8")
-    assert page.count("<!-- figures: quality -->") == 1
-    assert page.index("<!-- /figures -->") < page.index(quality._PLACE)
+    assert mine["few_steps/few-step digits/baseline/50 steps"]["distance"] == "3.00"
+    assert mine["few_steps/few-step digits/baseline/1 step"]["verdict"] == "larger, -"
+    assert mine["few_steps/few-step digits/Shortcut/2 steps"]["verdict"] == "no evidence, smaller"
+    assert "few_steps/few-step digits/DMD2 for 4 steps/4 steps" in mine
+    for one in source["records"][1:]:
+        assert len(one["cells"]) == len(source["tables"][one["table"]])
+        assert all(quality.figures.filled(one, cell) for cell in one["cells"])
 
 
 def test_a_rate_at_which_the_baseline_ends_worse_is_no_rival_and_a_close_one_is() -> None:
