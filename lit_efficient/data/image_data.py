@@ -335,6 +335,9 @@ class ImageData(ImageModule):
                     f"ImageData: no image is left to {use} on: {len(own)} images, of which {len(set(own_digests))} "
                     "differ, are too few to hold some out. Name other images as val, or set val_fraction: 0."
                 )
+        if self.scores.judge is not None and len(set(self._real_index)) < 2:
+            allowed = "null for fewer than 2 different images to compare with"
+            raise refusal("ImageData", "scores.judge", allowed, self.scores.judge)
 
     def _log_shapes(self) -> None:
         shapes = self._opened().shapes

@@ -369,8 +369,20 @@ def test_any_vision_model_is_the_judge(tmp_path, folder):
     assert set(real) == {"frechet_distance", "kernel_distance"}
     assert real["frechet_distance"] < 0.5 * noise["frechet_distance"]
     assert opened(folder).score_samples(images) == {}
-    with pytest.raises(ConfigurationError, match=r"ImageData: teacher must be .* got '/nowhere'"):
+    with pytest.raises(ConfigurationError, match=r"ImageData: scores.judge must be .* got '/nowhere'"):
         opened(folder, scores=ImageScores("/nowhere"))
+
+
+def test_distances_need_two_images(tmp_path):
+    config = tmp_path / "vit.json"
+    config.write_text('{"model_type": "vit"}')
+    write(tmp_path / "images", ["0.png", "1.png"])
+    write(tmp_path / "val", ["2.png"])
+    files = {"val": str(tmp_path / "val"), "batch_size": 1, "scores": ImageScores(str(config))}
+    opened(tmp_path / "images", **files)
+    (tmp_path / "images" / "1.png").unlink()
+    with pytest.raises(ConfigurationError, match=r"scores.judge must be null for fewer than 2 different images"):
+        opened(tmp_path / "images", **files)
 
 
 @pytest.mark.parametrize(

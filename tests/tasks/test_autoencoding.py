@@ -258,7 +258,7 @@ def test_the_data_modules_judge_may_look() -> None:
     run = fit(module, data=data, limit_train_batches=2, limit_val_batches=1)
     assert run.callback_metrics["val/perceptual"] > 0
     assert not any(p.requires_grad for p in data.judge.parameters())
-    with pytest.raises(ConfigurationError, match=r"perceptual: teacher is 'data\.critic'.*it has judge"):
+    with pytest.raises(ConfigurationError, match=r"perceptual: network is 'data\.critic'.*it has judge"):
         fit(Autoencoding(OURS, perceptual=Perceptual("data.critic", ["0"])), data=data)
 
 

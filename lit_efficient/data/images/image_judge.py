@@ -8,6 +8,7 @@ have these names only if the network is read from a file; values can be compared
 are the same. Nothing is downloaded for a file or for CLIP.
 """
 
+import math
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class ImageJudge:
             self._names = ("fid", "kid")
             self._network = _network_of_file(path, owner, pixels)
         else:
-            teacher = find_teacher(spec, [""], who=owner)
+            teacher = find_teacher(spec, [""], who=owner, name="scores.judge")
             self._network = lambda images: teacher.of_images(images)[""]
         self._real: Tensor | None = None
 
@@ -100,9 +101,15 @@ class ImageJudge:
         return found
 
     def distances(self, images: Tensor) -> dict[str, float]:
-        """Return the distances of images [M, C, H, W] in [-1, 1], M >= 2, by name."""
+        """Return the distances of images [M, C, H, W], M >= 2, by name. NaN if a value is not finite.
+
+        Values outside of [-1, 1] are clamped, as in a saved image.
+        """
         assert self._real is not None, "set_real_images() comes first"
-        generated = torch.cat([self.features(part) for part in images.cpu().float().split(32)])
+        images = images.cpu().float().clamp(-1, 1)
+        if not images.isfinite().all():
+            return dict.fromkeys(self._names, math.nan)
+        generated = torch.cat([self.features(part) for part in images.split(32)])
         found = distances_of_features(self._real, generated)
         return dict(zip(self._names, found.values(), strict=True))
 
@@ -133,7 +140,9 @@ class CaptionJudge:
 
     @torch.no_grad()
     def score(self, images: Tensor, captions: Sequence[str]) -> float:
-        """Return the mean score of images [M, C, H, W] in [-1, 1] and their captions."""
+        """Return the mean score of images [M, C, H, W] in [-1, 1] and their captions. NaN if a value is not finite."""
+        if not images.isfinite().all():
+            return math.nan
         from torchmetrics.multimodal.clip_score import CLIPScore
 
         model: Any = _Features(self._model)
@@ -175,6 +184,10 @@ def as_pixels(images: Tensor, pixels: Pixels) -> Tensor:
     return (unit * 255).round().to(torch.uint8)
 
 
+def _close_to_one(values: Tensor) -> bool:
+    return bool((values.float() - 1).abs().max() < 1e-3)
+
+
 def _network_of_file(path: Path, owner: str, pixels: Pixels) -> Callable[[Tensor], Tensor]:
     """Return a network from TorchScript, or the Inception network from the state dict that torch-fidelity reads."""
     scripted = zipfile.is_zipfile(path) and any("/code/" in name for name in zipfile.ZipFile(path).namelist())
@@ -193,11 +206,18 @@ def _network_of_file(path: Path, owner: str, pixels: Pixels) -> Callable[[Tensor
             raise ConfigurationError(f"{owner}: scores.judge: {path} must hold {allowed}: {reason}") from error
         pixels = "uint8"
 
+    options = {}
+    if scripted and any(argument.name == "return_features" for argument in network.forward.schema.arguments):
+        options["return_features"] = True  # NVIDIA's Inception network returns probabilities without it
+
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
         if images.shape[1] == 1:
             images = images.expand(-1, 3, -1, -1)
-        found: Tensor = network(as_pixels(images.cpu(), pixels))
+        found: Tensor = network(as_pixels(images.cpu(), pixels), **options)
+        if found.ndim == 2 and found.shape[1] > 1 and found.min() >= 0 and _close_to_one(found.sum(dim=1)):
+            allowed = "a network of features, not of probabilities of classes"
+            raise refusal(owner, "scores.judge", allowed, str(path))
         return found
 
     return features

@@ -10,7 +10,7 @@ network. The score of held-out real images is the lower limit to compare with.
 import torch
 from torch import Tensor, nn
 
-from lit_efficient.models.judges.sample_quality import feature_distances
+from lit_efficient.models.judges.sample_quality import distances_of_features
 
 
 class ConvFeatures(nn.Module):
@@ -59,7 +59,7 @@ def judge_digits(judge: DigitFeatures, real: Tensor, images: Tensor, labels: Ten
         ``frechet_distance`` and ``kernel_distance`` (lower is better) and, with labels [M] of what each was meant to
         be, ``sample_accuracy``, the share that the judge reads as meant.
     """
-    distances = feature_distances(judge, real, images)
+    distances = distances_of_features(judge(real), judge(images))
     if labels is None:
         return distances
     accuracy = (judge.classify(images).argmax(dim=1) == labels).float().mean()

@@ -102,7 +102,13 @@ def find_network(spec: Perceptual, channels: int, data: object, who: str) -> Tea
         network = RandomFeatures(channels)
     layers = spec.layers or ["stages.0", "stages.1", "stages.2"]
     return find_teacher(
-        network, layers, who=f"{who}: perceptual", data=data, image_size=spec.image_size, argument="layers"
+        network,
+        layers,
+        who=f"{who}: perceptual",
+        data=data,
+        name="network",
+        image_size=spec.image_size,
+        argument="layers",
     )
 
 

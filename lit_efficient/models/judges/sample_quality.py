@@ -10,6 +10,7 @@ Source: Heusel et al. (2017), https://arxiv.org/abs/1706.08500; Binkowski et al.
 https://arxiv.org/abs/1801.01401.
 """
 
+import math
 import warnings
 
 import torch
@@ -21,43 +22,38 @@ _KERNEL_SEED = 0
 
 
 @torch.no_grad()
-def feature_distances(features: nn.Module, real: Tensor, images: Tensor) -> dict[str, float]:
+def distances_of_features(real: Tensor, generated: Tensor) -> dict[str, float]:
     """Return distances of generated images to real ones, by torchmetrics, without changing the global random state.
 
+    Both are computed in float64: a kernel distance is a small difference of large means.
+
     Args:
-        features: Maps images [N, C, H, W] to features [N, D], in evaluation mode. Its ``num_features`` is D.
-        real: Real images, [N, C, H, W], N >= 2, in the format that ``features`` takes.
-        images: Generated images, [M, C, H, W], M >= 2.
+        real: Features of real images, [N, D], N >= 2.
+        generated: Features of generated images, [M, D], M >= 2.
 
     Returns:
-        ``frechet_distance`` and ``kernel_distance``, lower is better. The latter is unbiased, and may be negative.
+        ``frechet_distance`` and ``kernel_distance``, lower is better. The latter is unbiased, and may be negative. Both
+        are NaN if a feature is not finite.
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
 
+    if not (real.isfinite().all() and generated.isfinite().all()):
+        return {"frechet_distance": math.nan, "kernel_distance": math.nan}
+    features = _Precomputed(real.shape[1])
     # Every process holds all samples, so that metrics are not synchronised. torchmetrics draws subsets from the global
     # generator. One subset as large as the smaller set makes the estimate independent of that draw.
-    size = min(len(real), len(images))
+    size = min(len(real), len(generated))
     frechet = FrechetInceptionDistance(feature=features, sync_on_compute=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*will save all extracted features")
         kernel = KernelInceptionDistance(feature=features, subsets=1, subset_size=size, sync_on_compute=False)
     for metric in (frechet, kernel):
-        metric.update(real, real=True)
-        metric.update(images, real=False)
+        metric.update(real.double(), real=True)
+        metric.update(generated.double(), real=False)
     with own_draws(_KERNEL_SEED):
         kernel_distance = kernel.compute()[0]
     return {"frechet_distance": float(frechet.compute()), "kernel_distance": float(kernel_distance)}
-
-
-def distances_of_features(real: Tensor, generated: Tensor) -> dict[str, float]:
-    """Return the same distances for features that are computed already.
-
-    Args:
-        real: Features of real images, [N, D], N >= 2.
-        generated: Features of generated images, [M, D], M >= 2.
-    """
-    return feature_distances(_Precomputed(real.shape[1]), real, generated)
 
 
 class _Precomputed(nn.Identity):

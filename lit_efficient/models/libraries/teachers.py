@@ -188,7 +188,9 @@ class Teacher:
         return width_of(self.network, self.layers[layer])
 
 
-def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data: Any = None, **images: Any) -> Teacher:
+def find_teacher(
+    spec: str | nn.Module, layers: Sequence[str], *, who: str, data: Any = None, name: str = "teacher", **images: Any
+) -> Teacher:
     """Return the teacher that an argument names.
 
     Args:
@@ -197,6 +199,7 @@ def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data
         layers: As in :class:`Teacher`.
         who: Name of the technique that asks, for errors.
         data: The data module, if there is one.
+        name: Name of the argument that is ``spec``, for errors.
         **images: ``image_size``, ``skip_tokens``, ``tokens``, ``class_layer`` and ``argument`` of :class:`Teacher`.
 
     Raises:
@@ -206,7 +209,7 @@ def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data
         return Teacher(spec, layers, who=who, **images)
     if spec.startswith(_IN_CODE):
         raise ConfigurationError(
-            f"{who}: teacher was {spec!r}, which a config cannot name: pass the module in code again"
+            f"{who}: {name} was {spec!r}, which a config cannot name: pass the module in code again"
         )
     if spec.startswith(_DATA):
         network = getattr(data, spec.removeprefix(_DATA), None)
@@ -217,9 +220,9 @@ def find_teacher(spec: str | nn.Module, layers: Sequence[str], *, who: str, data
                 owner = type(data).__name__
                 names = [name for name, value in vars(data).items() if isinstance(value, nn.Module)]
             has = f"; it has {', '.join(names)}" if names else ""
-            raise ConfigurationError(f"{who}: teacher is {spec!r}, but {owner} has no such network{has}")
+            raise ConfigurationError(f"{who}: {name} is {spec!r}, but {owner} has no such network{has}")
         return Teacher(network, layers, who=who, **images)
-    return Teacher(_of_transformers(spec, who), layers, who=who, statistics=_statistics(spec), **images)
+    return Teacher(_of_transformers(spec, who, name), layers, who=who, statistics=_statistics(spec), **images)
 
 
 def name_of(spec: str | nn.Module) -> str:
@@ -235,12 +238,12 @@ def name_of(spec: str | nn.Module) -> str:
     return f"{_IN_CODE}{type(spec).__name__} {digest.hexdigest()[:16]}"
 
 
-def _of_transformers(spec: str, who: str) -> nn.Module:
+def _of_transformers(spec: str, who: str, name: str) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
     check_sums(spec)  # before the configuration, whose values may raise anything
     allowed = "a module, data.NAME, or the folder, name or config.json of a transformers model"
-    with library_errors(str(refusal(who, "teacher", allowed, spec))):
+    with library_errors(str(refusal(who, name, allowed, spec))):
         config = AutoConfig.from_pretrained(spec, trust_remote_code=False)
         if not spec.endswith(".json"):
             check_bounds(who, spec, config, AutoModel)

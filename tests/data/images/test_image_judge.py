@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,47 @@ def test_the_range_of_pixels_is_that_of_the_argument(tmp_path: Path) -> None:
     for pixels, expected in (("uint8", in_bytes(images)), ("unit", (images + 1) / 2), ("signed", images)):
         judge = ImageJudge(str(tmp_path / "pixels.pt"), "ImageData", pixels)  # type: ignore[arg-type]
         torch.testing.assert_close(judge.features(images), expected.flatten(1).float())
+
+
+class Classifier(Features):
+    """Network that returns probabilities, as NVIDIA's TorchScript of Inception does unless it is asked for features."""
+
+    def forward(self, images: Tensor, return_features: bool = False) -> Tensor:  # type: ignore[override]
+        features = self.convolution(images.float() / 128 - 1).relu().mean(dim=(2, 3))
+        if return_features:
+            return features
+        return features.softmax(dim=1)
+
+
+class OnlyProbabilities(Features):
+    def forward(self, images: Tensor) -> Tensor:
+        return self.convolution(images.float() / 128 - 1).mean(dim=(2, 3)).softmax(dim=1)
+
+
+def test_a_network_is_asked_for_features_and_probabilities_are_refused(tmp_path: Path) -> None:
+    for network in (Features(), Classifier(), OnlyProbabilities()):
+        torch.manual_seed(0)
+        network.convolution.reset_parameters()
+        torch.jit.script(network.eval()).save(str(tmp_path / f"{type(network).__name__}.pt"))
+    images = images_of(4, 0, 0.3)
+    features, asked = (ImageJudge(str(tmp_path / f"{name}.pt"), "ImageData") for name in ("Features", "Classifier"))
+    torch.testing.assert_close(asked.features(images), features.features(images), rtol=0, atol=0)
+    judge = ImageJudge(str(tmp_path / "OnlyProbabilities.pt"), "ImageData")
+    with pytest.raises(ConfigurationError, match=r"scores.judge must be a network of features, .* got .*Only"):
+        judge.features(images)
+
+
+@pytest.mark.parametrize("pixels", ["uint8", "unit", "signed"])
+def test_images_are_judged_as_they_are_saved(pixels: Any, tmp_path: Path) -> None:
+    """Values beyond the range are clamped, and images that are not finite have no score."""
+    torch.jit.script(nn.Flatten()).save(str(tmp_path / "pixels.pt"))
+    judge = ImageJudge(str(tmp_path / "pixels.pt"), "ImageData", pixels)
+    judge.set_real_images(images_of(30, 0, 0.3))
+    generated = images_of(30, 1, 1.0) * 2
+    assert generated.abs().max() > 1.5
+    assert judge.distances(generated) == judge.distances(generated.clamp(-1, 1))
+    generated[3, 0, 5, 5] = float("nan")
+    assert all(map(math.isnan, judge.distances(generated).values()))
 
 
 def test_the_state_dict_of_torch_fidelity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
