@@ -67,7 +67,7 @@ class LatentData(KeyedModule):
             part (with a cache on all images, without on 256), or ``declared`` by the configuration of the autoencoder.
             null takes those of the pipeline from which the trained network comes, and measures them for other networks.
         condition: What a cache stores of conditions of ``ImageData``: ``pixels``, as ControlNet takes them, or
-            ``latents``, the means of their posteriors, as editing models take them.
+            ``latents`` in the format of the images, as editing models and ``DiffusionPreference`` take them.
         cached: Train on a cache. false encodes in each step.
         cached_text: Store the embeddings of captions in the cache. false stores the captions alone, which the task
             encodes in each step, as ``text_training`` requires.

@@ -35,15 +35,13 @@ from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 from lit_efficient.tasks.latent_generator import FIXED_SEED, Samples
 from lit_efficient.tasks.pairs import Comparison, pairs_of
 
-_LATENTS = ("latents", "mean", "logvar")  # entries of batches that are latents or their posterior
-
 
 class DiffusionPreference(KeepsReference, LatentDiffusion):
     """Preference learning on pairs of images with one caption.
 
-    Batches have ``images`` or their latents, and ``condition`` [B, C, H, W], the other image of each pair. `ImageData`
-    makes such batches from two folders with the same names: ``images`` and ``condition`` of a set. Both get the same
-    crop and flip.
+    Batches have ``images`` or their latents, and ``condition`` [B, C, H, W] or its latents, the other image of each
+    pair. `ImageData` makes such batches from two folders with the same names: ``images`` and ``condition`` of a set.
+    Both get the same crop and flip. A cache that rounds latents stores those of both (``condition: latents``).
 
     Logs ``loss``, ``accuracy`` (share of pairs whose preferred image has the higher reward), ``margin``,
     ``rewards/chosen`` and ``rewards/rejected`` under ``train/``, ``val/`` and ``test/``. The reward of an image is
@@ -115,6 +113,15 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
         own = {"beta": beta, "loss": loss, "label_smoothing": label_smoothing, "labelled": labelled}
         self.save_hyperparameters(own)
 
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data: Any = self._source()
+        if getattr(data, "cached", False) and getattr(data, "condition", None) == "pixels":
+            number = "int8" if data.format == "int8" else data.dtype
+            if number != "float32":
+                allowed = f"latents for a cache in {number}, so that both images of a pair are rounded alike"
+                raise refusal("DiffusionPreference", "condition of LatentData", allowed, data.condition)
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss over pairs, and the loss of each pair ``[B]`` for techniques that reweight samples."""
         count = latent_source.batch_size(batch)
@@ -162,25 +169,41 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
 
     def _pairs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the latents of the preferred images of a batch, followed by those of the others, and their masks."""
-        if "condition" not in batch:
-            way_out = "Use a set of images with a condition"
-            if "condition_latents" in batch:
-                way_out = "Set condition: pixels in LatentData"
-            raise ConfigurationError(
-                "DiffusionPreference: a batch must have a condition, the other image of each pair; this one has "
-                f"{', '.join(sorted(batch))}. {way_out}"
-            )
         ours = latent_source.with_posterior(batch, self.codec)
-        theirs = latent_source.with_posterior({"images": batch["condition"]}, self.codec)
-        if "latents" in ours:
-            theirs = {"latents": theirs["mean"]}
-        found = {name: torch.cat([ours[name], theirs[name]]) for name in _LATENTS if name in ours and name in theirs}
+        names = ("latents",) if "latents" in ours else ("mean", "logvar") if "logvar" in ours else ("mean",)
+        theirs = self._others(batch, names[0])
+        missing = [name for name in names if name not in theirs]
+        if missing:
+            raise ConfigurationError(
+                f"DiffusionPreference: a batch has the {' and '.join(names)} of one image of each pair, and no "
+                f"{' and '.join(missing)} of the other one. Give batches both, or the pixels of both; LatentData with "
+                "condition: latents stores both"
+            )
+        found = {name: torch.cat([ours[name], theirs[name]]) for name in names}
         if self.labelled:
             order = self._order(batch, self.device)
             found = {name: values[order] for name, values in found.items()}
         if "mask" in ours:
             found["mask"] = ours["mask"].repeat(2, 1, 1, 1)
         return found
+
+    def _others(self, batch: dict[str, Any], name: str) -> dict[str, Any]:
+        """Return the latents of the other images of a batch, or their posterior. ``name`` is the entry of the mean."""
+        if "condition_latents" in batch:
+            found = {name: batch["condition_latents"]}
+            if "condition_logvar" in batch:
+                found["logvar"] = batch["condition_logvar"]
+            return found
+        if "condition" not in batch:
+            raise ConfigurationError(
+                "DiffusionPreference: a batch must have a condition, the other image of each pair; this one has "
+                f"{', '.join(sorted(batch))}. Use a set of images with a condition"
+            )
+        encoded = latent_source.with_posterior({"images": batch["condition"]}, self.codec)
+        # Latents beside an encoder that has a posterior are rounded, or drawn.
+        if name == "latents" and "logvar" not in encoded:
+            return {"latents": encoded["mean"]}
+        return encoded
 
     def _order(self, batch: dict[str, Any], device: torch.device) -> Tensor:
         """Return the rows of the preferred images among those of all pairs, then the rows of the others, [2 B]."""

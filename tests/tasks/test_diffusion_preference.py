@@ -19,6 +19,7 @@ from lit_efficient import (
     ImageColumns,
     ImageData,
     ImageView,
+    LatentData,
     LoRA,
     Samples,
 )
@@ -28,6 +29,7 @@ from lit_efficient.models.libraries.latent_codec import LatentCodec, find_autoen
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
 from lit_efficient.tasks.loading import load_latent_diffusion
 from tests import tiny_pipelines
+from tests.data.images.image_kit import write
 from tests.support import QUIET, assert_equal
 from tests.tasks.test_exact_resume_of_tasks import SaveEverywhere
 from tests.tasks.test_image_condition_runs import Pictures
@@ -189,11 +191,60 @@ def test_batches_without_pairs_are_refused(tmp_path: Path) -> None:
     without = {name: value for name, value in batch.items() if name != "condition"}
     with pytest.raises(ConfigurationError, match="a batch must have a condition, the other image of each"):
         made(tmp_path).training_step(without, 0)
-    with pytest.raises(ConfigurationError, match="Set condition: pixels in LatentData"):
-        made(tmp_path).training_step(without | {"condition_latents": torch.zeros(2, 4, 8, 8)}, 0)
+    for given in (
+        without | {"condition_latents": torch.zeros(2, 4, 8, 8)},
+        batch | {"latents": torch.zeros(2, 4, 8, 8)},
+    ):
+        with pytest.raises(ConfigurationError, match=r"and no (logvar|latents) of the other one.* condition: latents"):
+            made(tmp_path).training_step(given, 0)
     for labels in (None, torch.tensor([0, 2])):
         given = batch if labels is None else batch | {"labels": labels}
         with pytest.raises(ConfigurationError, match="labels of a batch must be 0 or 1 with labelled, got"):
             made(tmp_path, labelled=True).training_step(given, 0)
     with pytest.raises(ConfigurationError, match="DiffusionPreference: beta must be"):
         made(tmp_path, beta=0.0)
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(("format", "dtype"), [("int8", "float32"), ("posterior", "bfloat16")])
+def test_a_cache_that_rounds_latents_rounds_both_images_of_a_pair(format: Any, dtype: Any, tmp_path: Path) -> None:
+    """A pair of equal images has equal errors, and so a margin of 0, whatever the network has learned."""
+    write(tmp_path / "images", [f"{n}.png" for n in range(4)])
+    base = DiffusersModelConfig(str(tmp_path / "base"))
+    tiny_pipelines.written("sd15", tmp_path / "base")
+
+    def batches(condition: Any) -> LatentData:
+        named = ImageSet(str(tmp_path / "images"), prompt="a photo", condition=str(tmp_path / "images"))
+        images = ImageData([named], view=ImageView(64), batch_size=4, val_fraction=0)
+        cache = {"folder": str(tmp_path / condition), "format": format, "dtype": dtype, "build": True}
+        return LatentData(images, base, TextEncoderConfig(str(tmp_path / "base")), condition=condition, **cache)
+
+    module = DiffusionPreference(base, samples=Samples(0), learning_rate=1e-2)
+    runner = L.Trainer(**QUIET | {"max_steps": 3, "max_epochs": -1, "limit_val_batches": 0})
+    with pytest.raises(
+        ConfigurationError, match=r"condition of LatentData must be latents for a cache in (int8|bfloat16)"
+    ):
+        runner.fit(module, batches("pixels"))
+    data = batches("latents")
+    data.prepare_data()
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    mean = "latents" if format == "int8" else "mean"
+    assert torch.equal(batch[mean], batch["condition_latents"])
+    if format == "posterior":
+        assert torch.equal(batch["logvar"], batch["condition_logvar"])
+    exact = data.codec.encode(torch.stack([data.images.dataset[i, 0]["images"] for i in batch["index"].tolist()]))[0]
+    assert 0 < (batch[mean] - exact).abs().max() < 0.05
+
+    module.codec, module.text_encoder = data.codec, data.text_encoder
+    module.configure_model()
+    module.reference()
+    shaken(module.network)  # type: ignore[arg-type]
+    pairs = module._pairs(batch)
+    if format == "posterior":
+        pairs = {"latents": pairs["mean"]}  # each image draws its own latents
+    module._pairs = lambda batch: pairs  # type: ignore[method-assign]
+    condition = module.conditioning.of_batch(batch, module.device)
+    done = module._compared(batch, condition, module.process, None)
+    assert done.chosen.abs().max() > 1.0
+    assert torch.equal(done.chosen, done.rejected)

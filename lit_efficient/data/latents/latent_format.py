@@ -51,25 +51,40 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return _per_channel(zero) + _per_channel(scale) * codes.float()
 
 
-def encode_rows(mean: Tensor, logvar: Tensor | None, format: Format, dtype: StoredDtype) -> dict[str, Tensor]:
-    """Return the tensors that store the latents of a shard.
+def encode_rows(
+    mean: Tensor,
+    logvar: Tensor | None,
+    format: Format,
+    dtype: StoredDtype,
+    condition: Tensor | None = None,
+    condition_logvar: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return the tensors that store the latents of a shard, and those of their conditions in the same number format.
 
     Args:
         mean: Posterior means [R, c, h, w], as the autoencoder gives them.
         logvar: Their log-variances [R, c, h, w], or None for a deterministic encoder.
         format: ``int8`` keeps the mean alone.
         dtype: Number format of ``posterior``.
+        condition: Posterior means of the conditions [R, c, h, w], if there are any.
+        condition_logvar: Their log-variances.
 
     Returns:
         ``mean`` and ``logvar``; ``latents`` for a deterministic encoder; ``latents``, ``scale`` and ``zero`` for int8.
+        ``condition_latents`` and ``condition_logvar`` of conditions; in int8 they have the scale of the images.
     """
     if format == "int8":
-        codes, scale, zero = quantize(mean)
-        return {"latents": codes, "scale": scale, "zero": zero}
-    kind: torch.dtype = getattr(torch, dtype)
-    if logvar is None:
-        return {"latents": mean.to(kind)}
-    return {"mean": mean.to(kind), "logvar": logvar.to(kind)}
+        codes, scale, zero = quantize(mean if condition is None else torch.cat([mean, condition]))
+        stored = {"latents": codes[: len(mean)], "scale": scale, "zero": zero}
+        if condition is not None:
+            stored["condition_latents"] = codes[len(mean) :]
+        return stored
+    stored = {"latents": mean} if logvar is None else {"mean": mean, "logvar": logvar}
+    if condition is not None:
+        stored["condition_latents"] = condition
+    if condition_logvar is not None:
+        stored["condition_logvar"] = condition_logvar
+    return {name: values.to(getattr(torch, dtype)) for name, values in stored.items()}
 
 
 def encode_pixels(images: Tensor) -> Tensor:
@@ -83,10 +98,11 @@ def decode_pixels(codes: Tensor) -> Tensor:
 
 
 def decode_row(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a stored row in float32: ``mean`` and ``logvar``, or ``latents``, each [c, h, w]."""
+    """Return a stored row in float32: the latents of `encode_rows`, each [c, h, w]."""
+    names = ("mean", "logvar", "latents", "condition_latents", "condition_logvar")
     if "scale" in row:
-        return {"latents": dequantize(row["latents"], row["scale"], row["zero"])}
-    return {name: row[name].float() for name in ("mean", "logvar", "latents") if name in row}
+        return {name: dequantize(row[name], row["scale"], row["zero"]) for name in names if name in row}
+    return {name: row[name].float() for name in names if name in row}
 
 
 def normalize_item(item: Mapping[str, Any], mean: Tensor, std: Tensor) -> dict[str, object]:
@@ -97,8 +113,9 @@ def normalize_item(item: Mapping[str, Any], mean: Tensor, std: Tensor) -> dict[s
     for name in ("mean", "latents", "condition_latents"):
         if name in item:
             changed[name] = (item[name] - shift) / scale
-    if "logvar" in item:
-        changed["logvar"] = item["logvar"] - 2.0 * scale.log()
+    for name in ("logvar", "condition_logvar"):
+        if name in item:
+            changed[name] = item[name] - 2.0 * scale.log()
     return changed
 
 

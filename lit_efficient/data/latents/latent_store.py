@@ -2,7 +2,7 @@
 
     shards/00000.safetensors  keys [R, 3] (index, variant, label), mean and logvar [R, c, h, w] or latents (in int8 with
                               scale and zero [c]), features [R, N, D], mask [R, 1, h, w], condition [R, C, H, W] uint8
-                              or condition_latents [R, c, h, w],
+                              or condition_latents and condition_logvar [R, c, h, w],
                               captions as bytes, C for each row, and the end of each caption
     text/00000.safetensors    digests [U, 16] of distinct captions, hidden [U, L, D], mask [U, L], pooled [U, P]
     index.safetensors         places [N, K, 2] (shard, row) and captions [N, K, C] (row of the text); -1: none
@@ -120,8 +120,6 @@ class LatentStore:
                 item[name] = stored[name]
         if "condition" in stored:
             item["condition"] = decode_pixels(stored["condition"])
-        if "condition_latents" in stored:
-            item["condition_latents"] = stored["condition_latents"].float()
         if "features" in stored:
             item["features"] = stored["features"].float()
         if "captions" in stored:

@@ -89,8 +89,10 @@ class Encoders:
         if "condition" in batch and self.condition == "pixels":
             rows["condition"] = encode_pixels(batch["condition"])
         elif "condition" in batch:
-            latents = self.codec.moments(batch["condition"].to(device))[0].cpu()
-            rows["condition_latents"] = latents.to(getattr(torch, self.dtype))
+            latents, spread = self.codec.moments(batch["condition"].to(device))
+            rows["condition_latents"] = latents.cpu()
+            if spread is not None:
+                rows["condition_logvar"] = spread.cpu()
         rows["mean"] = mean.cpu()
         if logvar is not None:
             rows["logvar"] = logvar.cpu()
@@ -352,7 +354,7 @@ class _Build:
         """Write the rows of the encoded batches of a shard."""
         rows = {name: _joined([part[name] for part in parts]) for name in parts[0]}
         keys = self._keys(number)
-        for name in ("mean", "logvar", "features", "condition_latents"):
+        for name in ("mean", "logvar", "features", "condition_latents", "condition_logvar"):
             if name not in rows:
                 continue
             finite = rows[name].flatten(1).isfinite().all(1)
@@ -364,9 +366,10 @@ class _Build:
                 )
         # -1 stands for no label, so that the keys of all caches have three columns.
         labels = rows.get("labels", torch.full((len(keys),), -1))
-        tensors = encode_rows(rows["mean"], rows.get("logvar"), self.encoders.format, self.encoders.dtype)
+        conditions = (rows.get("condition_latents"), rows.get("condition_logvar"))
+        tensors = encode_rows(rows["mean"], rows.get("logvar"), self.encoders.format, self.encoders.dtype, *conditions)
         tensors["keys"] = torch.cat([keys, labels[:, None]], dim=1)
-        for name in ("features", "sizes", "mask", "condition", "condition_latents"):
+        for name in ("features", "sizes", "mask", "condition"):
             if name in rows:
                 tensors[name] = rows[name]
         if "captions" in rows:
