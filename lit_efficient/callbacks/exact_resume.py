@@ -29,7 +29,7 @@ from lit_efficient.application.gradients import gradients_of
 from lit_efficient.declaration import Report, technique_of
 from lit_efficient.distributed.reducing import configure_in_order, keep_order
 from lit_efficient.distributed.seeds import mix_seed, seed_all
-from lit_efficient.errors import check_number, diagnostic
+from lit_efficient.errors import ConfigurationError, check_number, diagnostic
 from lit_efficient.internals.lightning_data import combined_loader, restore_loader_states
 from lit_efficient.internals.lightning_loops import (
     accumulates,
@@ -75,6 +75,7 @@ class ExactResume(Technique):
         self._rank = 0
         self._world_size: int | None = None
         self._rows = 0  # rows per step in the checkpoint's run
+        self._data: list[list[Any]] = []  # rows of each loader of that run, their hash, and batches of an epoch
         self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window in the checkpoint
         self._reached = ""  # the part of a batch that is over: "batch", "validation" or "epoch"; empty inside a step
         self._resumed: dict[str, Any] = {}  # "reached" of the checkpoint, and its metrics
@@ -113,6 +114,7 @@ class ExactResume(Technique):
             loader.reseed(self._run_seed)  # it may have been created before the checkpoint was read
         # Lightning skips this if the data was loaded early, for example by a scheduler that needs the number of steps.
         restore_loader_states(trainer)
+        self._check_data(trainer)
         self._keep_place(trainer)
         self._finish_batch(trainer)
         gradients = self._gradients
@@ -174,6 +176,7 @@ class ExactResume(Technique):
         else:
             self._run_seed = state_dict["seed"]
         self._rows = state_dict.get("rows", 0)
+        self._data = state_dict.get("data", [])
         if self._world_size != state_dict["world_size"]:
             message = f"{self._world_size} processes, but the checkpoint's run used {state_dict['world_size']}"
             if not self._rows:
@@ -187,6 +190,8 @@ class ExactResume(Technique):
         loaders = loaders_in(combined_loader(trainer))  # self._loaders may also have loaders that were replaced
         if state and len(loaders) == 1 and isinstance(loaders[0], ResumableLoader):
             state["rows"] = loaders[0].step_rows
+        if state and all(isinstance(loader, ResumableLoader) for loader in loaders):
+            state["data"] = [[*loader.rows, len(loader)] for loader in loaders]
         if self._cut is not None and self._reached in ("", "epoch"):
             # Lightning ends the epoch after the last step of a fit, but a longer fit continues it.
             checkpoint["loops"]["fit_loop"] = copy.deepcopy(self._cut["loop"])
@@ -231,6 +236,31 @@ class ExactResume(Technique):
         if stops_now(trainer) and not trainer.is_last_batch:
             loop = copy.deepcopy(trainer.fit_loop.state_dict())
             self._cut = {"loop": loop, "epoch": trainer.current_epoch, "progress": self._progress(trainer)}
+
+    def _check_data(self, trainer: Trainer) -> None:
+        """Refuse to resume inside an epoch of other images, and warn of another number of rows.
+
+        Raises:
+            ConfigurationError: If the rows and their number in the epoch are no longer those of the checkpoint.
+        """
+        saved = self._data
+        self._data = []
+        for (rows, contents, batches), loader in zip(saved, self._loaders or []):
+            state = loader.state_dict()
+            inside = state["epoch"] == _epoch(trainer) and 0 < state["batches"] < batches
+            now, contents_now = loader.rows
+            if not inside or not rows or (now, contents_now) == (rows, contents):
+                continue
+            changed = f"{rows} rows when the checkpoint was written, and {now} now"
+            if not contents or not contents_now:
+                self._warn(f"the training data had {changed}: the epoch continues in another order")
+                continue
+            raise ConfigurationError(
+                f"ExactResume: the training images have changed since batch {state['batches']} of an epoch, where the "
+                f"checkpoint was written ({changed}; their contents or their shapes differ). The rest of the epoch "
+                "would repeat some of them and leave others out. Restore the images and their settings, or resume a "
+                "checkpoint of the end of an epoch."
+            )
 
     def _keep_place(self, trainer: Trainer) -> None:
         """Continue at the same row of the epoch if the interrupted run had batches of another size.

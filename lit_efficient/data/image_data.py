@@ -62,11 +62,12 @@ class ImageData(ImageModule):
         columns: Columns of images, labels and captions.
         view: Size, crops and flips.
         caption_rules: Variants of captions: shuffled tags, several captions, empty captions.
-        skip_unreadable: Decode all images once, and leave out those that cannot be decoded, with a warning. false: a
-            damaged image stops the run with an error that names it.
+        skip_unreadable: Decode all images, masks and conditions once, and leave out images that cannot be decoded, or
+            whose mask or condition cannot, with a warning. false: a damaged image stops the run with an error that
+            names it.
         scores: Network and real images that generated images are compared with.
-        val_fraction: Share of ``train`` held out for validation if ``val`` is null, by a hash of each image's content.
-            0: train on all images, without validation.
+        val_fraction: Share of ``train`` held out for validation if ``val`` is null, by a hash of each image's content:
+            an image that is in several sets is held out of all of them. 0: train on all images, without validation.
         test_fraction: Share of ``train`` held out for the test if ``test`` is null.
         batch_size: Images in a batch, for each process.
         num_workers: Worker processes of a loader.
@@ -152,7 +153,8 @@ class ImageData(ImageModule):
     def prepare_data(self) -> None:
         self._open(makes=True)
         for one in self._sets:
-            one.images.log_findings()
+            for store in one.stores:
+                store.log_findings()
         if self._sets:
             self._log_shapes()
         if self.scores.judge is not None:
@@ -187,6 +189,13 @@ class ImageData(ImageModule):
         if any(own):
             found["views"] = json.dumps(own)
         return found
+
+    def contents_of(self, index: list[int]) -> str:
+        """Return a hash of the images of an index and of their shapes, on which the order of an epoch depends."""
+        dataset = self._opened()
+        digests = np.concatenate([one.images.digests for one in self._sets])[index]
+        shapes = np.array(dataset.shapes)[index]
+        return hashlib.sha256(digests.tobytes() + shapes.tobytes()).hexdigest()
 
     def captions_of(self, index: int) -> list[str]:
         """Return all variants of the captions of an image; none without captions."""
@@ -320,8 +329,20 @@ class ImageData(ImageModule):
         repeats = repeats_of(sets["train"])
         # Class images would be compared with generated images as if they were real.
         self._real_index = [index for index in train for _ in range(repeats[index])]
-        train = sorted([*train, *(index for index, is_prior in enumerate(prior) if is_prior)])
+        held_out = {digests[index] for index in [*val, *test]}
+        class_images = [index for index, is_prior in enumerate(prior) if is_prior]
+        kept = [index for index in class_images if digests[index] not in held_out]
+        if len(kept) < len(class_images):
+            count = len(class_images) - len(kept)
+            rank_zero_info(f"ImageData: {count} class images are not trained on, because they are held out of train.")
+        train = sorted([*train, *kept])
         self.train_index = [index for index in train for _ in range(repeats[index])]
+        trained = {digests[index] for index in train}
+        for part in ("val", "test"):
+            named = [digest.tobytes() for one in sets[part] for digest in one.images.digests]
+            both = sum(digest in trained for digest in named)
+            if both:
+                rank_zero_info(f"ImageData: {both} of {len(named)} images of {part} are trained on, too.")
         self.val_index = list(range(len(digests), val_end)) or val
         self.test_index = list(range(val_end, test_end)) or test or list(self.val_index)
         needed = [] if self.stream.enabled else [("train", self._real_index)]

@@ -250,6 +250,7 @@ def test_its_state_is_small_and_has_gradients_only_inside_a_window(tmp_path):
     inside, boundary = (
         torch.load(tmp_path / f"{n:03d}.ckpt", weights_only=True)["callbacks"]["ExactResume"] for n in (2, 3)
     )
+    assert boundary.pop("data") == [[22, "", 8]]
     assert boundary == {"seed": 3, "world_size": 1, "rows": 3, "reached": "batch", "metrics": {}, "results": []}
     assert set(inside["gradients"]) == {name for name, _ in Tiny().named_parameters()}
 
@@ -322,6 +323,16 @@ def test_another_number_of_rows_goes_on_at_the_row(tmp_path, seen, size, accumul
     assert resumed.seen == whole.seen[seen:]
     assert run.global_step == expected[-1]
     torch.testing.assert_close(final_state(run)[0], expected[0])
+
+
+def test_another_number_of_rows_inside_an_epoch_is_named(tmp_path):
+    fit(Tiny(), [ExactResume(), SaveEveryBatch(tmp_path)], max_epochs=1)
+    with pytest.warns(
+        UserWarning, match="had 22 rows when the checkpoint was written, and 30 now: the epoch continues"
+    ):
+        fit(Tiny(Augmented(30)), [ExactResume()], tmp_path / "003.ckpt", max_epochs=1)
+    run = fit(Tiny(Augmented(30)), [ExactResume()], tmp_path / "007.ckpt", max_epochs=2)  # the epoch is over
+    assert run.fit_loop.total_batch_idx == 7 + 10
 
 
 def test_a_checkpoint_from_before_rows_were_noted_goes_on_at_its_batch(tmp_path):

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from torch import nn
 
-from lit_efficient import AspectBuckets, ImageColumns, ImageData, ImageScores, ImageView
+from lit_efficient import AspectBuckets, ExactResume, ImageColumns, ImageData, ImageScores, ImageView
 from lit_efficient.data.images import image_store
 from lit_efficient.data.images.image_module import hold_out
 from lit_efficient.data.images.image_source import ImageSource, collate_images
@@ -24,6 +24,7 @@ from lit_efficient.files.file_hashes import altered_file, hash_files
 from lit_efficient.mechanisms.order.resumable_loader import examine, make_resumable
 from tests.callbacks.resume_kit import Tiny, count_exact
 from tests.data.images.image_kit import SIZES, number_of, picture, write
+from tests.support import trainer
 
 COUNT = 20
 BUCKETED = {"buckets": AspectBuckets(8, 2.0), "crop": "random", "horizontal_flip": True, "variants": 5}
@@ -468,3 +469,74 @@ def test_shapes_that_do_not_fill_a_batch_are_weighted_or_reported(tmp_path, capl
     heavy = sum(len(of_shape[each]) for each in means if means[each] > 1.499)
     assert f"{heavy} of 11 images count up to {means[shape]:.1f} times" in caplog.messages[-1]
     assert f"(such as {shape} with {len(of_shape[shape])})" in caplog.messages[-1]
+
+
+class Counting(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["index"].tolist())
+        return self.weight * batch["images"].mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SaveEveryStep(pl.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+    def on_validation_end(self, trainer, *args):
+        trainer.save_checkpoint(self.folder / f"validated{trainer.global_step}.ckpt")
+
+    def on_train_epoch_end(self, trainer, *args):
+        trainer.save_checkpoint(self.folder / f"epoch{trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "other", "shapes", "caption", "validation"])
+def test_a_run_is_not_resumed_inside_an_epoch_of_other_images(tmp_path, change):
+    write(tmp_path / "own", [f"{n}.png" for n in range(8)], [f"number {n}" for n in range(8)])
+    write(tmp_path / "val", ["0.png", "1.png"], ["a", "b"])
+
+    def run(*callbacks, ckpt=None, view=ImageView(32, buckets=AspectBuckets(8, 2.0))):  # noqa: B008 (frozen)
+        data = ImageData(str(tmp_path / "own"), str(tmp_path / "val"), view=view, batch_size=2, columns=ImageColumns())
+        module = Counting()
+        made = trainer([ExactResume(seed=1), *callbacks], max_epochs=2, default_root_dir=tmp_path)
+        made.fit(module, data, ckpt_path=ckpt)
+        return module
+
+    whole = run(SaveEveryStep(tmp_path))
+    steps = len([*tmp_path.glob("[0-9]*.ckpt")]) // 2
+    again = {}
+    if change == "added":
+        write(tmp_path / "more", [f"{n}.png" for n in range(12)], ["more"] * 12)
+        for suffix in ("png", "txt"):
+            (tmp_path / "more" / f"11.{suffix}").rename(tmp_path / "own" / f"9.{suffix}")
+    elif change == "removed":
+        (tmp_path / "own" / "7.png").unlink()
+    elif change == "other":
+        picture(9, SIZES[3]).save(tmp_path / "own" / "3.png")
+    elif change == "shapes":
+        again = {"view": ImageView(32)}
+    elif change == "caption":
+        (tmp_path / "own" / "3.txt").write_text("other")
+    else:
+        write(tmp_path / "val", ["2.png", "3.png"], ["c", "d"])
+    if change in ("caption", "validation"):
+        assert run(ckpt=tmp_path / "2.ckpt", **again).seen == whole.seen[2:]
+        return
+    with pytest.raises(ConfigurationError, match=r"images have changed since batch 2 of an epoch.* \(8 rows when"):
+        run(ckpt=tmp_path / "2.ckpt", **again)
+    count = {"added": 9, "removed": 7}.get(change, 8)
+    for name in ("epoch", "validated"):
+        batches = run(ckpt=tmp_path / f"{name}{steps}.ckpt", **again).seen
+        assert sorted(index for batch in batches for index in batch) == list(range(count)), name

@@ -140,7 +140,9 @@ def test_opacity_is_a_mask_and_other_sets_have_none(tmp_path):
 
 def test_class_images_have_the_weight_of_the_prior_and_are_not_held_out(tmp_path):
     write(tmp_path / "own", [f"{n}.png" for n in range(6)])
-    write(tmp_path / "class", [f"{n}.png" for n in range(20)])
+    write(tmp_path / "class", [f"{n}.png" for n in range(26)])
+    for number in range(6):
+        (tmp_path / "class" / f"{number}.png").unlink()
     sets = [
         ImageSet(str(tmp_path / "class"), role="prior", prompt="a dog", weight=0.4, repeats=2),
         ImageSet(str(tmp_path / "own"), prompt="a photo", trigger="sks", repeats=5),
@@ -159,6 +161,31 @@ def test_class_images_have_the_weight_of_the_prior_and_are_not_held_out(tmp_path
     assert (len(own), len(prior)) == (5 * (6 - held), 40)
     assert total / len(own + prior) == pytest.approx(np.mean(own) + 0.4 * np.mean(prior))
     assert "loss_weight" not in next(iter(data.val_dataloader()))
+
+
+def test_an_image_of_several_sets_is_held_out_of_all_of_them(tmp_path):
+    write(tmp_path / "a", [f"{n}.png" for n in range(8)])
+    write(tmp_path / "b", [f"other {n}.png" for n in range(8)])
+    write(tmp_path / "class", [f"{n}.png" for n in range(12)])
+    sets = [
+        ImageSet(str(tmp_path / "class"), role="prior", weight=0.5),
+        ImageSet(str(tmp_path / "a"), repeats=2),
+        ImageSet(str(tmp_path / "b")),
+    ]
+    for seed in range(4):
+        data = ready(sets, val_fraction=0.3, test_fraction=0.2, seed=seed)
+        numbers = [number_of(data.dataset[index, 0]["images"]) for index in range(len(data.dataset))]
+        parts = [{numbers[index] for index in part} for part in (data.train_index, data.val_index, data.test_index)]
+        assert set.union(*parts) == set(range(12))
+        assert sum(map(len, parts)) == 12
+        assert min(*data.val_index, *data.test_index) >= 12
+        losses = torch.arange(28.0)
+        own, prior, total = [], [], 0.0
+        for batch in data.train_dataloader():
+            total += float((batch["loss_weight"] * losses[batch["index"]]).sum())
+            for index in batch["index"].tolist():
+                (prior if index < 12 else own).append(float(losses[index]))
+        assert total / len(own + prior) == pytest.approx(np.mean(own) + 0.5 * np.mean(prior))
 
 
 def test_repeats_show_further_variants(tmp_path):
@@ -238,6 +265,35 @@ def test_a_mask_of_zeros_and_ones_is_refused(tmp_path):
     data = ready([ImageSet(str(tmp_path / "images"), mask=str(tmp_path / "masks"))])
     with pytest.raises(ConfigurationError, match=r"masks/0.png cannot be read: its brightest pixels are 1"):
         next(iter(data.train_dataloader()))
+
+
+@pytest.mark.parametrize("damage", ["mask", "mask of 0 and 1", "condition", "all"])
+def test_images_whose_mask_or_condition_is_damaged_are_left_out(tmp_path, damage):
+    painted(tmp_path)
+    for number in range(6):
+        (tmp_path / "images" / f"{number}.txt").write_text(f"number {number}")
+    named = {"mask": str(tmp_path / "masks"), "condition": str(tmp_path / "conditions")}
+    whole = ready([ImageSet(str(tmp_path / "images"), **named)], VIEW)
+    file = tmp_path / ("conditions/1.jpg" if damage == "condition" else "masks/1.png")
+    if damage == "mask of 0 and 1":
+        Image.fromarray((np.asarray(Image.open(file)) > 0).astype(np.uint8)).save(file)
+    else:
+        file.write_bytes(file.read_bytes()[:60])
+        with pytest.raises(ConfigurationError, match=rf"{file.name}.*\n.*leave them out with skip_unreadable: true"):
+            ready([ImageSet(str(tmp_path / "images"), **named)], VIEW)
+    kept = [0, 2, 3, 4, 5]
+    if damage == "all":
+        (tmp_path / "images" / "4.png").write_bytes(b"no image")
+        (tmp_path / "conditions" / "5.jpg").write_bytes(b"no image")
+        kept = [0, 2, 3]
+    with pytest.warns(UserWarning, match="left out 1 of 6 images that cannot be read"):
+        data = ready([ImageSet(str(tmp_path / "images"), **named)], VIEW, skip_unreadable=True)
+    assert len(data.dataset) == len(kept)
+    for index, number in enumerate(kept):
+        found, wanted = data.dataset[index, 0], whole.dataset[number, 0]
+        assert found["captions"] == f"number {number}"
+        for name in ("images", "mask", "condition", "sizes"):
+            assert torch.equal(found[name], wanted[name])
 
 
 @pytest.mark.parametrize("relative", [True, False])

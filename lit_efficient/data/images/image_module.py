@@ -84,6 +84,7 @@ class KeyedModule(ChecksTypes, LightningDataModule):
         reads = reads_of(self.trainer)
         if training:
             refuse_unread(getattr(source, "roles", ()), self.trainer)
+        contents = getattr(source, "contents_of", None) if training else None
         loader = module_loader(
             self.trainer,
             items,
@@ -98,6 +99,7 @@ class KeyedModule(ChecksTypes, LightningDataModule):
             pin_memory=getattr(source, "pin_memory", True),
             weighted=training and "loss_weight" in reads,
             weights=weights,
+            contents="" if contents is None else contents(index),
         )
         uneven = loader.sampler.uneven_weights() if training else None  # type: ignore[attr-defined]
         if uneven:

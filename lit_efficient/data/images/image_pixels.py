@@ -88,6 +88,18 @@ def decode_alpha(content: bytes) -> Image:
     return Images.new("L", upright.size, 255)
 
 
+def decode_mask(content: bytes) -> Image:
+    """Return an encoded mask, upright, from black (0) to white (255).
+
+    Raises:
+        UnreadableImage: If the bytes are no such image, or white is stored as 1.
+    """
+    mask = decode(content, "grey")
+    if mask.getextrema()[1] == 1:
+        raise UnreadableImage("its brightest pixels are 1, and white is 255: multiply a mask of 0 and 1 by 255")
+    return mask
+
+
 def has_alpha(content: bytes) -> bool:
     """Return whether an encoded image declares transparent pixels."""
     return bool(_opened(content).has_transparency_data)

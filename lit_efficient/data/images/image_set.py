@@ -31,7 +31,7 @@ class ImageSet:
 
     Args:
         images: Images, named as ``train`` of ``ImageData``. null: those of ``generate`` alone.
-        role: ``train``, or ``prior`` for class images of prior preservation, of which none is held out.
+        role: ``train``, or ``prior`` for class images of prior preservation, which are not validated on.
         captions: Folder of .txt files with the names of the images. null: they are beside the images, or in a column.
         prompt: Caption of images that have none.
         trigger: Word or phrase in front of each caption.

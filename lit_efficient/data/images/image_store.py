@@ -11,7 +11,7 @@ Costs: reading every image once; of parquet files a second copy of the images on
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_efficient.data.images.image_columns import ImageColumns
-from lit_efficient.data.images.image_pixels import UnreadableImage, has_alpha, upright_size
+from lit_efficient.data.images.image_pixels import UnreadableImage, decode_mask, has_alpha, upright_size
 from lit_efficient.data.images.image_set import ALPHA, ImageSet
 from lit_efficient.data.images.image_tables import ImageTable, open_companions, open_table
 from lit_efficient.data.images.tiny_photos import local_images
@@ -42,19 +42,22 @@ class StoredImages:
         skip_unreadable: Decode all images once, and leave out those that cannot be decoded. Otherwise an image that is
             found to be damaged raises an error.
         cache_dir: Folder of the cache.
+        masks: The images are masks.
 
     Raises:
         ConfigurationError: If an image cannot be read.
     """
 
-    def __init__(self, table: ImageTable, root: Path, skip_unreadable: bool, cache_dir: str | None) -> None:
+    def __init__(
+        self, table: ImageTable, root: Path, skip_unreadable: bool, cache_dir: str | None, masks: bool = False
+    ) -> None:
         self.table = table
         # Names are part of the key because they decide the order. A relative name lets the folder be moved.
         names = [file.relative_to(root).as_posix() if root in file.parents else file.name for file in self.table.files]
         content = hash_files(root, self.table.files, cache_dir)
-        made_from = [FORMAT, list(zip(names, content)), self.table.image, skip_unreadable]
+        made_from = [FORMAT, list(zip(names, content)), self.table.image, skip_unreadable, masks]
         folder = cache_folder(cache_dir, "images", made_from)
-        build = partial(_examine, table=self.table, skip=skip_unreadable)
+        build = partial(_examine, table=self.table, skip=skip_unreadable, masks=masks)
         prepared_folder(folder, build, lambda path: broken_seal(path, FORMAT, thorough=True))
         self.unreadable: _Unreadable = read_manifest(folder)["unreadable"]
         bad = {row for row, _ in self.unreadable}
@@ -64,6 +67,11 @@ class StoredImages:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Leave out all images but those of some rows of the table."""
+        kept = np.isin(self.rows, rows)
+        self.rows, self.sizes, self.digests = self.rows[kept], self.sizes[kept], self.digests[kept]
 
     def place(self, number: int) -> str:
         """Return the path or the row of an image, for messages."""
@@ -85,8 +93,8 @@ class StoredImages:
         return content
 
     def of_readable(self, values: list[Any] | None) -> list[Any] | None:
-        """Return labels or captions of the table without those of unreadable images."""
-        if values is None or not self.unreadable:
+        """Return labels or captions of the table without those of images that are left out."""
+        if values is None or len(self) == len(self.table):
             return values
         return [values[row] for row in self.rows]
 
@@ -117,8 +125,7 @@ class StoredSet:
     def companion(self, kind: Literal["masks", "conditions"], number: int) -> tuple[bytes, str]:
         """Return the encoded mask or condition of an image, and its place."""
         store: StoredImages = getattr(self, kind)
-        row = int(self.images.rows[number])
-        return store.read(row), store.place(row)
+        return store.read(number), store.place(number)
 
 
 def open_set(
@@ -130,7 +137,7 @@ def open_set(
         about: The set.
         split: Split to read, if there are several.
         columns: Names of the columns.
-        skip_unreadable: Leave out images that cannot be decoded, see `StoredImages`.
+        skip_unreadable: Leave out images that cannot be decoded, or whose mask or condition cannot.
         cache_dir: Folder of the cache.
 
     Raises:
@@ -146,9 +153,15 @@ def open_set(
             continue
         beside = open_companions(table, kind, local_images(named, cache_dir), about, split, columns, cache_dir)
         folder = getattr(beside, "root", root)
-        stored = StoredImages(beside, folder, False, cache_dir)
-        _check_sizes(found.images, stored, kind)
-        setattr(found, f"{kind}s", stored)
+        setattr(found, f"{kind}s", StoredImages(beside, folder, skip_unreadable, cache_dir, kind == "mask"))
+    kept = reduce(np.intersect1d, [store.rows for store in found.stores])
+    if not len(kept):
+        raise ConfigurationError(f"ImageData: no image of {name} is left whose mask and condition can be read.")
+    for store in found.stores:
+        store.keep(kept)
+    for kind, beside in (("mask", found.masks), ("condition", found.conditions)):
+        if beside is not None:
+            _check_sizes(found.images, beside, kind)
     if about.mask == ALPHA and not any(has_alpha(found.images.read(number)) for number in range(len(found))):
         raise ConfigurationError(
             f"ImageData: mask is alpha, but no image of {about.images} has transparent pixels. Set mask: null."
@@ -159,21 +172,21 @@ def open_set(
 def _check_sizes(images: StoredImages, beside: StoredImages, kind: str) -> None:
     """Refuse masks and conditions of another aspect ratio than their images: crops would not fit."""
     sizes = images.sizes.astype(float)
-    found = beside.sizes[images.rows].astype(float)
+    found = beside.sizes.astype(float)
     scale = found.max(axis=1) / sizes.max(axis=1)
     # A smaller copy of an image has rounded sides.
     wrong = np.flatnonzero(np.abs(found - sizes * scale[:, None]).max(axis=1) > 1)
     if len(wrong):
         number = int(wrong[0])
         height, width = images.sizes[number]
-        has = " x ".join(map(str, beside.sizes[images.rows[number]]))
+        has = " x ".join(map(str, beside.sizes[number]))
         raise ConfigurationError(
-            f"ImageData: the {kind} {beside.place(int(images.rows[number]))} has {has} pixels, which is another aspect "
+            f"ImageData: the {kind} {beside.place(number)} has {has} pixels, which is another aspect "
             f"ratio than that of its image ({height} x {width}), as in {len(wrong)} of {len(sizes)} cases."
         )
 
 
-def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
+def _examine(folder: Path, table: ImageTable, skip: bool, masks: bool) -> None:
     """Read every image once, and write sizes, hashes and faults into ``folder``."""
     rank_zero_info(f"ImageData: reading the {len(table):,} images of {table.name} once.")
     sizes = np.zeros((len(table), 2), dtype=np.int32)
@@ -185,6 +198,8 @@ def _examine(folder: Path, table: ImageTable, skip: bool) -> None:
         digests[row] = np.frombuffer(hashlib.sha256(content).digest(), dtype=np.uint8)
         try:
             sizes[row] = upright_size(content, thorough=skip)
+            if skip and masks:
+                decode_mask(content)
         except UnreadableImage as error:
             unreadable.append([row, str(error)])
     if unreadable and not skip:

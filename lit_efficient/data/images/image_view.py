@@ -11,12 +11,12 @@ from lit_efficient.data.images.image_pixels import (
     Channels,
     Crop,
     Resample,
-    UnreadableImage,
     cover,
     covering,
     crop_place,
     decode,
     decode_alpha,
+    decode_mask,
     to_tensor,
 )
 from lit_efficient.errors import check_choice, check_number, checks_types, refusal
@@ -95,9 +95,7 @@ class ImageView:
 
         ``alpha`` takes the opacity of an image. Otherwise white is 1.
         """
-        mask = decode_alpha(content) if alpha else decode(content, "grey")
-        if not alpha and mask.getextrema()[1] == 1:
-            raise UnreadableImage("its brightest pixels are 1, and white is 255: multiply a mask of 0 and 1 by 255")
+        mask = decode_alpha(content) if alpha else decode_mask(content)
         # The kernel of the images would overshoot at the edges of the mask.
         return (to_tensor(cover(mask, *shape, self._place(key, seed), "box"), flip=self.mirrors(key[1])) + 1.0) / 2.0
 

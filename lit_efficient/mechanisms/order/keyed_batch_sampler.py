@@ -5,7 +5,8 @@
     above INDEXED_FROM = a permutation of each bucket, cut into batches; then the batches in random order
     part of rank r     = every num_replicas-th key of a batch, from the r-th on
     variant of image i = (hash(seed, e, i) + k) mod variants, where the index holds i for the k-th time, from k = 0
-    weight of a row    = rows of the part / batch size, and 0 for a row that pads the part; 1 in a full batch
+    weight of a row    = with several buckets rows of the part / batch size, else rows of all parts / rows of the batch;
+                         0 for a row that pads the part; 1 in a full batch
 
 All ranks therefore see the same shape and the same number of images in a step, and R ranks with batches of B see, step
 by step, the images that one process with batches of R * B sees. Images that are cached and images that are encoded
@@ -184,8 +185,10 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         num_replicas: Number of ranks. ``None`` asks the process group, and is 1 without one. See
             :func:`data_parallel_part`.
         rank: Rank whose keys are yielded. ``None`` asks the process group, and is 0 without one.
-        weighted: If there are several buckets, yield `WeightedKeys`. Their weights make a sample of an incomplete batch
-            count as much as one of a full batch.
+        weighted: If there are several buckets or ranks, yield `WeightedKeys`. With their weights the mean over ranks is
+            the mean of one process that sees all images, and with several buckets a sample of an incomplete batch
+            counts as much as one of a full batch.
+        contents: Hash of the images. A run is not resumed inside an epoch with another one. "" is not compared.
 
     Raises:
         ConfigurationError: If an argument is out of range, or if ``drop_last`` would leave out a whole bucket.
@@ -203,6 +206,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         num_replicas: int | None = None,
         rank: int | None = None,
         weighted: bool = False,
+        contents: str = "",
     ) -> None:
         if isinstance(index, Sampler):  # Lightning passes one when it rebuilds a batch sampler under DDP
             allowed = "a sequence of integers (Lightning replaces a batch sampler under DDP: use keyed_loader())"
@@ -224,6 +228,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         self.index: Sequence[int] = index
         self.batch_size = batch_size
         self.variants = variants
+        self.contents = contents
         self.round = 0  # number of earlier passes in the same epoch: each gets an order of its own
         self.first = 0  # number of batches that the next pass skips
         self._buckets: BucketPlaces | None = None
@@ -231,7 +236,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
             buckets = BucketPlaces(map(bucket_of, index), len(index))
             if len(buckets.counts) > 1:
                 self._buckets = buckets
-        self.weighted = weighted and self._buckets is not None
+        self.weighted = weighted and (self._buckets is not None or num_replicas > 1)
         self._occurrences = occurrences(self.index) if variants > 1 else None
         self._count_batches()
 
@@ -277,6 +282,8 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
             keys = [self._key(position, epoch) for position in part]
             if self.weighted:
                 weight = len(part) / self.batch_size
+                if self._buckets is None:
+                    weight = len(part) * self.num_replicas / len(batch)
                 places = range(self.rank, self.rank + len(part) * self.num_replicas, self.num_replicas)
                 # Places beyond the batch only pad it.
                 keys = WeightedKeys(keys, [weight if place < len(batch) else 0.0 for place in places])
@@ -500,6 +507,7 @@ def module_loader(
     pin_memory: bool = True,
     weighted: bool = False,
     weights: npt.NDArray[np.float64] | None = None,
+    contents: str = "",
 ) -> DataLoader[Any]:
     """Return the loader of a data module for the items of ``index``, made by :func:`keyed_loader`.
 
@@ -518,11 +526,14 @@ def module_loader(
         pin_memory: Pin the batches if the device is a CUDA device.
         weighted: Give samples of incomplete batches smaller weights, see `KeyedBatchSampler`.
         weights: Weight of each index in the loss, see `KeyedBatches`.
+        contents: Hash of the items, see `KeyedBatchSampler`.
     """
     part = data_parallel_part(trainer)
     if not training:
         variants = 1
-    sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants, seed, training, weighted=weighted, **part)
+    sampler = KeyedBatchSampler(
+        index, batch_size, bucket_of, variants, seed, training, weighted=weighted, contents=contents, **part
+    )
     further = {"persistent_workers": True} if num_workers and training else {}
     pinned = pins(trainer, pin_memory)
     return keyed_loader(dataset, sampler, collate, num_workers, weights, pin_memory=pinned, **further)

@@ -101,6 +101,16 @@ class ResumableLoader(PlannedLoader):
         return size * sampler.num_replicas if size else 0
 
     @property
+    def rows(self) -> tuple[int, str]:
+        """Number of items of a pass, or 0 if the sampler does not know, and hash of the items, or ""."""
+        sampler = self._innermost_sampler
+        if isinstance(sampler, KeyedBatchSampler):
+            return len(sampler.index), sampler.contents
+        if isinstance(sampler, ResumableSampler):
+            return len(sampler.source), ""
+        return 0, ""
+
+    @property
     def keeps_order(self) -> bool:
         """Whether the order of the items does not depend on the batch size."""
         return isinstance(self._innermost_sampler, ResumableSampler)
