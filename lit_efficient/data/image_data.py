@@ -24,7 +24,7 @@ from lit_efficient.data.images.caption_rules import CaptionRules
 from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_judge import CaptionJudge, ImageJudge, ImageScores
 from lit_efficient.data.images.image_module import ImageModule, hold_out
-from lit_efficient.data.images.image_set import ALPHA, ImageSet
+from lit_efficient.data.images.image_set import ALPHA, ImageSet, roles_of
 from lit_efficient.data.images.image_store import StoredSet, open_set
 from lit_efficient.data.images.image_stream import ImageStream, StreamedImages
 from lit_efficient.data.images.image_tables import ImageSplits
@@ -35,7 +35,6 @@ from lit_efficient.data.images.keyed_images import (
     collected,
     drop_single_class,
     repeats_of,
-    roles_of,
     weights_of,
 )
 from lit_efficient.errors import ConfigurationError, check_number, refusal
@@ -153,7 +152,7 @@ class ImageData(ImageModule):
     def prepare_data(self) -> None:
         self._open(makes=True)
         for one in self._sets:
-            for store in one.stores:
+            for store in one.stores.values():
                 store.log_findings()
         if self._sets:
             self._log_shapes()
@@ -253,6 +252,7 @@ class ImageData(ImageModule):
         streamed = self._opened_stream() if self.stream.enabled else None
         sets = {part: self._sets_of_part(part, makes) for part in ("train", "val", "test")}
         if streamed is not None and not any(sets.values()):
+            self.roles = streamed.roles
             self.streamed = streamed
             return
         every = [one for listed in sets.values() for one in listed]
@@ -270,7 +270,12 @@ class ImageData(ImageModule):
         self._split(sets)
         if sets["train"]:
             self.loss_weights = weights_of(sets["train"], self.train_index)
-        self.roles = roles_of(every, self.loss_weights)
+        named = [one.about for one in every]
+        weighted = self.loss_weights is not None
+        if streamed is not None:
+            named = [*streamed.sets, *named]
+            weighted = "loss_weight" in streamed.roles
+        self.roles = roles_of(named, weighted)
         # Set last, so that after an error everything is opened again.
         self._sets = every
         self.streamed = streamed
@@ -301,7 +306,8 @@ class ImageData(ImageModule):
         )
 
     def _opened_set(self, about: ImageSet, part: str) -> StoredSet:
-        return open_set(about, getattr(self.splits, part), self.columns, self.skip_unreadable, self.cache_dir)
+        columns = self.columns if part == "train" else replace(self.columns, weight=None)
+        return open_set(about, getattr(self.splits, part), columns, self.skip_unreadable, self.cache_dir)
 
     def _with_class_images(self, about: ImageSet, number: int, makes: bool) -> ImageSet:
         """Return a set of class images from a pipeline. ``makes`` makes those that do not exist."""

@@ -15,6 +15,7 @@ from lit_efficient import (
     AutoencoderConfig,
     CaptionRules,
     DiTConfig,
+    ImageColumns,
     ImageCondition,
     ImageData,
     ImageSet,
@@ -124,6 +125,34 @@ def test_masks_and_conditions_are_columns_of_a_table(tmp_path, kind):
             one, other = found.dataset[index, variant], wanted.dataset[index, variant]
             for name in ("images", "mask", "condition"):
                 assert torch.equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("kind", ["metadata", "parquet", "tar"])
+def test_weights_are_a_column(tmp_path, kind):
+    write(tmp_path / "own", [f"{n}.png" for n in range(4)])
+    rows = [{"image": (tmp_path / "own" / f"{n}.png").read_bytes(), "weight": n / 2} for n in range(4)]
+    named, column = tmp_path / "own", "weight"
+    if kind == "metadata":
+        write_metadata(named, [{"file_name": f"{n}.png", "weight": n / 2} for n in range(4)], "csv")
+    elif kind == "parquet":
+        named = tmp_path / "own.parquet"
+        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(str(named))
+    else:
+        named, column = tmp_path / "own.tar", "json.weight"
+        with tarfile.open(named, "w") as archive:
+            for number, row in enumerate(rows):
+                for suffix, content in (("png", row["image"]), ("json", b'{"weight": %f}' % row["weight"])):
+                    entry = tarfile.TarInfo(f"{number}.{suffix}")
+                    entry.size = len(content)
+                    archive.addfile(entry, io.BytesIO(content))
+    columns = ImageColumns(image="image" if kind == "parquet" else "auto", weight=column)
+    data = ready([ImageSet(str(named), weight=3.0)], columns=columns, val=str(tmp_path / "own"))
+    assert data.roles == ("loss_weight",)
+    for batch in data.train_dataloader():
+        for image, weight in zip(batch["images"], batch["loss_weight"].tolist()):
+            assert weight == pytest.approx(3.0 * number_of(image) / 2)
+    with pytest.raises(ConfigurationError, match=r"columns.weight is .other."):
+        ready(str(named), columns=ImageColumns(weight="other"))
 
 
 def test_opacity_is_a_mask_and_other_sets_have_none(tmp_path):

@@ -65,7 +65,7 @@ class Fixed(LatentDiffusion):
 def written(folder: Path) -> None:
     """Write photographs with masks and conditions, class images with conditions, and a pipeline."""
     random = np.random.default_rng(0)
-    for name, count in (("own", 7), ("class", 6)):
+    for name, count in (("own", 7), ("class", 7)):
         for kind in ("", "-masks", "-conditions"):
             (folder / f"{name}{kind}").mkdir()
             for number in range(count):

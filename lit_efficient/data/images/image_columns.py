@@ -1,5 +1,6 @@
 """Columns of images, labels and captions in a table: which columns they are, and checks of their values."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class ImageColumns:
         label: Column of the labels, which are numbers or names. ``auto``: the column with a usual name, or the
             subfolders. null: no labels.
         caption: Column of the captions. ``auto``: the column with a usual name, or the .txt files. null: no captions.
+        weight: Column of the weights of training images in the loss, numbers from 0. null: all are 1.
         subfolders: Meaning of the subfolders of a folder of images. ``classes``: their names are labels. ``repeats``:
             they are named ``10_cat`` as for kohya's scripts: an epoch shows each image 10 times, ``cat`` is the
             caption of images without a .txt file, and there are no labels. ``auto``: repeats if all names are like
@@ -38,6 +40,7 @@ class ImageColumns:
     image: str = AUTO
     label: str | None = AUTO
     caption: str | None = AUTO
+    weight: str | None = None
     subfolders: Subfolders = "auto"
 
 
@@ -45,7 +48,7 @@ def chosen_column(kind: str, wanted: str | None, names: Sequence[str], where: st
     """Return the column that the user named, or with ``auto`` the first column with a usual name.
 
     Args:
-        kind: ``image``, ``label`` or ``caption``.
+        kind: ``image``, ``label``, ``caption`` or another column, which is never ``auto``.
         wanted: Name of the column, ``auto``, or None for no column.
         names: All columns of the table.
         where: The table, for errors.
@@ -154,6 +157,21 @@ def check_label(value: object, place: str, column: str) -> Label:
     if not is_number and (not isinstance(value, str) or value == ""):
         raise refusal(f"ImageData: {place}", f"the label in {column!r}", "a number from 0 or a name", value)
     return value  # type: ignore[return-value]
+
+
+def check_weight(value: object, place: str, column: str) -> float:
+    """Return a weight in the loss. It may be a text, as a .csv file has it.
+
+    Raises:
+        ConfigurationError: If it is no number from 0.
+    """
+    try:
+        found = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise refusal(f"ImageData: {place}", f"the weight in {column!r}", "a number from 0", value)
+    return found
 
 
 def check_caption(value: object, place: str, column: str) -> list[str]:

@@ -25,6 +25,7 @@ from lit_efficient.data.images.image_columns import (
     Label,
     check_caption,
     check_label,
+    check_weight,
     chosen_column,
 )
 from lit_efficient.data.images.image_set import ImageSet
@@ -52,6 +53,7 @@ class FileTable:
         self.labels: list[Label] | None = None
         self.label_names: list[str] | None = None
         self.captions: list[list[str]] | None = None
+        self.weights: list[float] | None = None
         self.root = root
         self.files = list(files)
         self.note = f"{root}: {len(files)} images"
@@ -115,6 +117,7 @@ class FolderTable(FileTable):
         listed, names = self._listed_rows(metadata, where, others)
         label = chosen_column("label", columns.label, names, where)
         caption = chosen_column("caption", columns.caption, names, where)
+        weight = chosen_column("weight", columns.weight, names, where)
         left_out = len(self.files) - len(listed)
         self.files = [path for path in self.files if path in listed]
         rows = [listed[path] for path in self.files]
@@ -122,6 +125,8 @@ class FolderTable(FileTable):
             self.labels = [check_label(row.get(label), place, label) for place, row in rows]
         if caption is not None:
             self.captions = [check_caption(row.get(caption), place, caption) for place, row in rows]
+        if weight is not None:
+            self.weights = [check_weight(row.get(weight), place, weight) for place, row in rows]
         note = f"labels: {label or 'none'}, captions: {caption or 'none'} of {where}"
         if left_out:
             note += f"; {left_out} images that it does not list are left out"
@@ -162,7 +167,7 @@ class FolderTable(FileTable):
 
     def _read_names(self, columns: ImageColumns) -> list[str]:
         """Take labels from subfolders and captions from the files beside the images. Return notes for the log."""
-        for kind in ("label", "caption"):
+        for kind in ("label", "caption", "weight"):
             wanted = getattr(columns, kind)
             if wanted not in (None, AUTO):
                 raise ConfigurationError(

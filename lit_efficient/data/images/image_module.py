@@ -52,6 +52,7 @@ class KeyedModule(ChecksTypes, LightningDataModule):
     def train_dataloader(self) -> Any:
         stream = getattr(self.source, "streamed", None)
         if stream is not None:
+            refuse_unread(stream.roles, self.trainer)
             return stream_loader(stream, self.source)
         return self._loader(self.source.train_index, training=True)
 

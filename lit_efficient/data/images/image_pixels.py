@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_efficient.errors import ConfigurationError
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF", "
 
 class UnreadableImage(Exception):
     """Bytes that are no image, or an image whose pixel values have no known meaning. The message is the reason."""
+
+
+def unreadable(place: str, error: UnreadableImage) -> ConfigurationError:
+    """Return the error for an image that cannot be read."""
+    return ConfigurationError(
+        f"ImageData: {place} cannot be read: {error}. Repair it, or leave out damaged images with "
+        "skip_unreadable: true."
+    )
 
 
 def decode(content: bytes, channels: Channels = "rgb") -> Image:

@@ -17,6 +17,7 @@ from lit_efficient.data.images.image_columns import (
     bytes_of,
     check_caption,
     check_label,
+    check_weight,
     chosen_column,
     file_in,
     image_column,
@@ -49,11 +50,15 @@ class SavedTable:
         self.labels: list[Label] | None = None
         self.label_names: list[str] | None = None
         self.captions: list[list[str]] | None = None
+        self.weights: list[float] | None = None
         is_tar = bool(files) and files[0].suffix == ".tar"
         label = chosen_column("label", columns.label, names, str(path))
         if label is not None:
             self.labels = [check_label(value, self.place(row), label) for row, value in enumerate(rows[label])]
             self.label_names = getattr(rows.features[label], "names", None)
+        weight = chosen_column("weight", columns.weight, names, str(path))
+        if weight is not None:
+            self.weights = [check_weight(value, self.place(row), weight) for row, value in enumerate(rows[weight])]
         caption_column = tar_column if is_tar else chosen_column
         caption = caption_column("caption", columns.caption, names, str(path))
         if caption is not None:

@@ -8,13 +8,14 @@ batch contains the shares of both terms: with N rows in an epoch, N_r of them of
 Source: Ruiz et al. (2022), https://arxiv.org/abs/2208.12242.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lit_efficient.data.images.caption_rules import CaptionRules
 from lit_efficient.data.images.class_images import ClassImages
 from lit_efficient.data.images.image_view import ImageView
-from lit_efficient.errors import check_choice, check_number, checks_types, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, check_number, checks_types, refusal
 
 ALPHA = "alpha"
 Role = Literal["train", "prior"]
@@ -40,10 +41,10 @@ class ImageSet:
         view: Crops and flips of this set. null: ``view`` of ``ImageData``.
         caption_rules: Variants of the captions. null: ``caption_rules`` of ``ImageData``.
         mask: Weight of each pixel in the loss, from black (0) to white (1): a folder; ``alpha``, the opacity of the
-            images; ``masklabel``, files beside the images; or of a table, a column.
+            images; ``masklabel``, files beside the images; or of a table or a stream, a column.
         generate: Class images that a pipeline makes for ``prompt`` where ``images`` has too few, for ``prior``.
         condition: Images that a network gets as a condition: a folder; ``condlabel``, files beside the images; or of a
-            table, a column.
+            table or a stream, a column.
     """
 
     images: str | None = None
@@ -73,3 +74,24 @@ class ImageSet:
         for name in ("images", "captions", "trigger", "mask", "condition"):
             if getattr(self, name) == "":
                 raise refusal("ImageData", f"train.{name}", "null or a text that is not empty", "")
+
+
+def roles_of(sets: Sequence[ImageSet], weighted: bool) -> tuple[str, ...]:
+    """Return the optional entries of the batches of some sets. ``weighted``: their images have weights.
+
+    Raises:
+        ConfigurationError: If some sets have a condition and others have none.
+    """
+    found = []
+    if weighted:
+        found.append("loss_weight")
+    if any(one.mask is not None for one in sets):
+        found.append("mask")
+    lacking = [one.images for one in sets if one.condition is None]
+    if len(lacking) < len(sets):
+        if lacking:
+            raise ConfigurationError(
+                f"ImageData: {lacking[0]} has no condition, and other sets have one. Name its conditions, too."
+            )
+        found.append("condition")
+    return tuple(found)

@@ -10,10 +10,11 @@ Costs: reading every image once; of parquet files a second copy of the images on
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -118,14 +119,10 @@ class StoredSet:
         return len(self.images)
 
     @property
-    def stores(self) -> list[StoredImages]:
-        """All images, masks and conditions."""
-        return [store for store in (self.images, self.masks, self.conditions) if store is not None]
-
-    def companion(self, kind: Literal["masks", "conditions"], number: int) -> tuple[bytes, str]:
-        """Return the encoded mask or condition of an image, and its place."""
-        store: StoredImages = getattr(self, kind)
-        return store.read(number), store.place(number)
+    def stores(self) -> dict[str, StoredImages]:
+        """Images, and masks and conditions if there are any, by their names in items."""
+        named = {"images": self.images, "mask": self.masks, "condition": self.conditions}
+        return {name: store for name, store in named.items() if store is not None}
 
 
 def open_set(
@@ -154,14 +151,14 @@ def open_set(
         beside = open_companions(table, kind, local_images(named, cache_dir), about, split, columns, cache_dir)
         folder = getattr(beside, "root", root)
         setattr(found, f"{kind}s", StoredImages(beside, folder, skip_unreadable, cache_dir, kind == "mask"))
-    kept = reduce(np.intersect1d, [store.rows for store in found.stores])
+    stores = found.stores
+    kept = reduce(np.intersect1d, [store.rows for store in stores.values()])
     if not len(kept):
         raise ConfigurationError(f"ImageData: no image of {name} is left whose mask and condition can be read.")
-    for store in found.stores:
+    for store in stores.values():
         store.keep(kept)
-    for kind, beside in (("mask", found.masks), ("condition", found.conditions)):
-        if beside is not None:
-            _check_sizes(found.images, beside, kind)
+    for kind in [*stores][1:]:
+        _check_sizes(found.images, stores[kind], kind)
     if about.mask == ALPHA and not any(has_alpha(found.images.read(number)) for number in range(len(found))):
         raise ConfigurationError(
             f"ImageData: mask is alpha, but no image of {about.images} has transparent pixels. Set mask: null."
@@ -171,19 +168,30 @@ def open_set(
 
 def _check_sizes(images: StoredImages, beside: StoredImages, kind: str) -> None:
     """Refuse masks and conditions of another aspect ratio than their images: crops would not fit."""
-    sizes = images.sizes.astype(float)
-    found = beside.sizes.astype(float)
-    scale = found.max(axis=1) / sizes.max(axis=1)
-    # A smaller copy of an image has rounded sides.
-    wrong = np.flatnonzero(np.abs(found - sizes * scale[:, None]).max(axis=1) > 1)
-    if len(wrong):
-        number = int(wrong[0])
-        height, width = images.sizes[number]
-        has = " x ".join(map(str, beside.sizes[number]))
-        raise ConfigurationError(
-            f"ImageData: the {kind} {beside.place(number)} has {has} pixels, which is another aspect "
-            f"ratio than that of its image ({height} x {width}), as in {len(wrong)} of {len(sizes)} cases."
-        )
+    wrong = [
+        number
+        for number, (one, other) in enumerate(zip(images.sizes.tolist(), beside.sizes.tolist()))
+        if not alike(one, other)
+    ]
+    if wrong:
+        number = wrong[0]
+        place = f"the {kind} {beside.place(number)}"
+        more = f", as in {len(wrong)} of {len(images)} cases"
+        raise other_aspect(place, beside.sizes[number], images.sizes[number], more)
+
+
+def alike(size: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether two images have the same aspect ratio. A smaller copy of an image has rounded sides."""
+    scale = max(other) / max(size)
+    return all(abs(b - a * scale) <= 1 for a, b in zip(size, other))
+
+
+def other_aspect(place: str, has: Sequence[int], image: Sequence[int], more: str = "") -> ConfigurationError:
+    """Return the error for a mask or a condition whose aspect ratio is not that of its image."""
+    return ConfigurationError(
+        f"ImageData: {place} has {has[0]} x {has[1]} pixels, which is another aspect ratio than that of its image "
+        f"({image[0]} x {image[1]}){more}."
+    )
 
 
 def _examine(folder: Path, table: ImageTable, skip: bool, masks: bool) -> None:

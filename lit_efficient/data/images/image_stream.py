@@ -20,15 +20,17 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lit_efficient.data.images.aspect_buckets import Shape, nearest_shapes
 from lit_efficient.data.images.caption_rules import CaptionRules
-from lit_efficient.data.images.image_columns import ImageColumns, check_caption
-from lit_efficient.data.images.image_pixels import UnreadableImage, upright_size
-from lit_efficient.data.images.image_set import ImageSet
+from lit_efficient.data.images.image_columns import ImageColumns, check_caption, check_weight
+from lit_efficient.data.images.image_pixels import UnreadableImage, decode_mask, unreadable, upright_size
+from lit_efficient.data.images.image_set import ALPHA, ImageSet, roles_of
 from lit_efficient.data.images.image_source import collate_images
+from lit_efficient.data.images.image_store import alike, other_aspect
 from lit_efficient.data.images.image_view import ImageView
 from lit_efficient.data.images.streamed_rows import Row, Shard, shards_of
 from lit_efficient.distributed.ranks import place_among_ranks
@@ -110,10 +112,15 @@ class StreamedImages(IterableDataset[dict[str, Any]]):
         self.shards: list[tuple[int, int, int, Shard]] = []  # source, number of its copy, first place, shard
         for source, one in enumerate(sets):
             _check_set(one)
-            found = shards_of(str(one.images), split, columns)
+            named = {"mask": one.mask, "condition": one.condition}
+            beside = {kind: name for kind, name in named.items() if name not in (None, ALPHA)}
+            found = shards_of(str(one.images), split, columns, beside)
             first = len(self.shards)
             for copy in range(one.repeats):
                 self.shards += [(source, copy, first + place, shard) for place, shard in enumerate(found)]
+        weighted = columns.weight is not None or any(one.weight != 1 for one in sets)
+        self.roles = roles_of(sets, weighted)
+        self._columns = columns
         self._has_warned = False
         self._captioned: bool | None = None  # whether the rows have captions, once the first one is known
 
@@ -192,16 +199,27 @@ class StreamedImages(IterableDataset[dict[str, Any]]):
                 "worker). Use fewer workers, or more images."
             )
 
+    def _size(self, kept: _Kept) -> tuple[int, int]:
+        """Return the size of an image. With ``skip_unreadable`` it and its mask and condition are decoded."""
+        size = upright_size(kept.row.read(), thorough=self.skip_unreadable)
+        if self.skip_unreadable:
+            for kind, read in kept.row.beside.items():
+                if kind == "mask":
+                    decode_mask(read())
+                else:
+                    upright_size(read(), thorough=True)
+        return size
+
     def _shape(self, kept: _Kept) -> Shape | None:
         """Return the shape of an image as an item; None for one that is left out."""
         offered = self.views[kept.source].shapes()
         if len(offered) == 1 and not self.skip_unreadable:
             return offered[0]
         try:
-            size = upright_size(kept.row.read(), thorough=self.skip_unreadable)
+            size = self._size(kept)
         except UnreadableImage as error:
             if not self.skip_unreadable:
-                raise _unreadable(kept.row, error) from error
+                raise unreadable(kept.row.place, error) from error
             if not self._has_warned:
                 rank_zero_warn(f"ImageData: left out {kept.row.place}: {error} (further images without a warning)")
             self._has_warned = True
@@ -211,28 +229,40 @@ class StreamedImages(IterableDataset[dict[str, Any]]):
     def _item(self, kept: _Kept, shape: Shape) -> dict[str, Any]:
         view = self.views[kept.source]
         rules = self.rules[kept.source]
+        about = self.sets[kept.source]
         variants = self.pixel_variants * max(one.variants for one in self.rules)
         variant = (mix_seed(self.seed, kept.index) + kept.shown) % variants
         seen = (kept.index, variant % self.pixel_variants % view.variants)
         row = kept.row
-        content = row.read()
-        try:
-            size = upright_size(content)
-            item: dict[str, Any] = {"images": view.look(content, shape, seen, self.seed)}
-        except UnreadableImage as error:
-            raise _unreadable(row, error) from error
-        item |= {"index": kept.index, "variant": variant, "sizes": view.sizes(size, shape, seen, self.seed)}
+        files = {"images": (row.read(), row.place)}
+        files |= {kind: (read(), f"the {kind} of {row.place}") for kind, read in row.beside.items()}
+        sizes = {}
+        for content, place in files.values():
+            try:
+                sizes[place] = upright_size(content)
+            except UnreadableImage as error:
+                raise unreadable(place, error) from error
+            if not alike(sizes[row.place], sizes[place]):
+                raise other_aspect(place, sizes[place], sizes[row.place])
+        item: dict[str, Any] = {"index": kept.index, "variant": variant}
+        item |= view.sees(files, sizes[row.place], shape, seen, self.seed, about.mask == ALPHA)
+        if "mask" in self.roles:
+            item.setdefault("mask", torch.ones(1, *shape))
+        if "loss_weight" in self.roles:
+            weight = about.weight
+            if self._columns.weight is not None:
+                weight *= check_weight(row.weight, row.place, self._columns.weight)
+            item["loss_weight"] = torch.tensor(weight)
         if self.stream.classes:
             label = row.label
             if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < self.stream.classes:
                 allowed = f"a number from 0 to {self.stream.classes - 1} (stream.classes is {self.stream.classes})"
                 raise refusal(f"ImageData: {row.place}", "the label", allowed, label)
             item["labels"] = label
-        captions = self._captions(row, self.sets[kept.source], rules)
+        captions = self._captions(row, about, rules)
         if captions:
             number = variant // self.pixel_variants
-            trigger = self.sets[kept.source].trigger
-            item["captions"] = rules.caption(captions, trigger, kept.index, number, self.seed)
+            item["captions"] = rules.caption(captions, about.trigger, kept.index, number, self.seed)
         return item
 
     def _captions(self, row: Row, about: ImageSet, rules: CaptionRules) -> list[str]:
@@ -263,13 +293,6 @@ class StreamedImages(IterableDataset[dict[str, Any]]):
 
 def _check_set(one: ImageSet) -> None:
     """Refuse what a stream of images does not have."""
-    for name, usual in (("role", "train"), ("captions", None), ("mask", None), ("condition", None), ("weight", 1.0)):
+    for name, usual in (("role", "train"), ("captions", None)):
         if getattr(one, name) != usual:
             raise refusal("ImageData", f"train.{name}", f"{usual} for a stream", getattr(one, name))
-
-
-def _unreadable(row: Row, error: UnreadableImage) -> ConfigurationError:
-    return ConfigurationError(
-        f"ImageData: {row.place} cannot be read: {error}. Repair it, or leave out damaged images with "
-        "skip_unreadable: true."
-    )

@@ -52,6 +52,8 @@ class ImageTable(Protocol):
     """Names of labels that are numbers, if the data set states them."""
     captions: list[list[str]] | None
     """Captions of each image."""
+    weights: list[float] | None
+    """Weight of each image in the loss."""
     note: str
     """Sentence that says what was recognised."""
 
@@ -129,7 +131,7 @@ def open_companions(
     """
     if isinstance(table, FolderTable):
         return companions(table, kind, named, IMAGE_SUFFIXES)
-    return open_table(about, split, replace(columns, image=named, label=None, caption=None), cache_dir)
+    return open_table(about, split, replace(columns, image=named, label=None, caption=None, weight=None), cache_dir)
 
 
 def _belongs_to_set(file: Path, about: ImageSet) -> bool:

@@ -1,5 +1,6 @@
 """Size of images, and the crops and flips that are their variants."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from lit_efficient.data.images.image_pixels import (
     Channels,
     Crop,
     Resample,
+    UnreadableImage,
     cover,
     covering,
     crop_place,
@@ -18,6 +20,7 @@ from lit_efficient.data.images.image_pixels import (
     decode_alpha,
     decode_mask,
     to_tensor,
+    unreadable,
 )
 from lit_efficient.errors import check_choice, check_number, checks_types, refusal
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
@@ -75,6 +78,35 @@ class ImageView:
         if self.buckets is False:
             return [(self.resolution, self.resolution)]
         return self._buckets().shapes(self.resolution)
+
+    def sees(
+        self, files: Mapping[str, tuple[bytes, str]], size: Shape, shape: Shape, key: Key, seed: int, alpha: bool
+    ) -> dict[str, Tensor]:
+        """Return an image as an item, with its ``sizes``, and its ``mask`` and ``condition`` with the same crop.
+
+        Args:
+            files: Encoded ``images``, and optional ``mask`` and ``condition``, each with its place for errors.
+            size: Height and width of the image.
+            shape: Height and width of the results.
+            key: Index and variant.
+            seed: Seed of random crops.
+            alpha: Take the opacity of the image as its mask.
+
+        Raises:
+            ConfigurationError: If one of them cannot be decoded.
+        """
+        if alpha:
+            files = {**files, "mask": files["images"]}
+        item = {"sizes": self.sizes(size, shape, key, seed)}
+        for name, (content, place) in files.items():
+            try:
+                if name == "mask":
+                    item[name] = self.look_mask(content, shape, key, seed, alpha)
+                else:
+                    item[name] = self.look(content, shape, key, seed)
+            except UnreadableImage as error:
+                raise unreadable(place, error) from error
+        return item
 
     def look(self, content: bytes, shape: Shape, key: Key, seed: int) -> Tensor:
         """Decode, crop and resample an image to [C, height, width] float32 in [-1, 1].

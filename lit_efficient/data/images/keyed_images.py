@@ -1,17 +1,15 @@
 """Images of several sets as one data set, with common classes and captions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lit_efficient.data.images.aspect_buckets import Shape
 from lit_efficient.data.images.caption_rules import CaptionRules
 from lit_efficient.data.images.image_columns import Label
 from lit_efficient.data.images.image_folder import FolderTable
-from lit_efficient.data.images.image_pixels import UnreadableImage
 from lit_efficient.data.images.image_set import ALPHA
 from lit_efficient.data.images.image_store import StoredSet
 from lit_efficient.data.images.image_view import ImageView
@@ -68,25 +66,16 @@ class KeyedImageFiles:
         shape = self.shapes[index]
         # A set with fewer variants repeats them.
         seen = (index, variant % self.pixel_variants % view.variants)
-        content = found.images.read(row)
-        images = _looked(view.look, found.images.place(row), content, shape, seen, self.seed)
+        item: dict[str, object] = {"index": index, "variant": variant}
+        files = {name: (store.read(row), store.place(row)) for name, store in found.stores.items()}
         height, width = found.images.sizes[row].tolist()
-        item: dict[str, object] = {"images": images, "index": index, "variant": variant}
-        item["sizes"] = view.sizes((height, width), shape, seen, self.seed)
+        item |= view.sees(files, (height, width), shape, seen, self.seed, found.about.mask == ALPHA)
+        if self.masked:
+            item.setdefault("mask", torch.ones(1, *shape))
         if self.labels is not None:
             item["labels"] = self.labels[index]
         if self.captions is not None:
             item["captions"] = self.caption(index, variant // self.pixel_variants)
-        if found.masks is not None:
-            mask, place = found.companion("masks", row)
-            item["mask"] = _looked(view.look_mask, place, mask, shape, seen, self.seed)
-        elif found.about.mask == ALPHA:
-            item["mask"] = _looked(view.look_mask, found.images.place(row), content, shape, seen, self.seed, True)
-        elif self.masked:
-            item["mask"] = torch.ones(1, *shape)
-        if found.conditions is not None:
-            condition, place = found.companion("conditions", row)
-            item["condition"] = _looked(view.look, place, condition, shape, seen, self.seed)
         return item
 
     def source_of(self, key: Key) -> tuple[str, bool]:
@@ -112,38 +101,6 @@ def rules_of(one: StoredSet) -> CaptionRules:
     return one.about.caption_rules or CaptionRules()
 
 
-def _looked(look: Callable[..., Tensor], place: str, *arguments: object) -> Tensor:
-    """Return the result of a function of `ImageView`. Name the image that cannot be decoded."""
-    try:
-        return look(*arguments)
-    except UnreadableImage as error:
-        raise ConfigurationError(
-            f"ImageData: {place} cannot be read: {error}. Repair it, or leave out damaged images with "
-            "skip_unreadable: true."
-        ) from error
-
-
-def roles_of(sets: Sequence[StoredSet], weights: np.ndarray | None) -> tuple[str, ...]:
-    """Return the optional entries of the batches of some sets.
-
-    Raises:
-        ConfigurationError: If some sets have a condition and others have none.
-    """
-    found = []
-    if weights is not None:
-        found.append("loss_weight")
-    if any(one.about.mask is not None for one in sets):
-        found.append("mask")
-    lacking = [one.about.images for one in sets if one.conditions is None]
-    if len(lacking) < len(sets):
-        if lacking:
-            raise ConfigurationError(
-                f"ImageData: {lacking[0]} has no condition, and other sets have one. Name its conditions, too."
-            )
-        found.append("condition")
-    return tuple(found)
-
-
 def weights_of(sets: Sequence[StoredSet], shown: Sequence[int]) -> np.ndarray | None:
     """Return the weight of each image in the loss, [N], as `image_set` defines it; None if all are 1.
 
@@ -151,7 +108,8 @@ def weights_of(sets: Sequence[StoredSet], shown: Sequence[int]) -> np.ndarray | 
         sets: The sets for training, which come first.
         shown: Indices of the images that an epoch shows.
     """
-    weights = np.concatenate([np.full(len(one), one.about.weight) for one in sets])
+    own = [one.images.of_readable(one.images.table.weights) or [1.0] * len(one) for one in sets]
+    weights = np.concatenate([one.about.weight * np.array(values) for one, values in zip(sets, own)])
     prior = np.concatenate([np.full(len(one), one.about.role == "prior") for one in sets])
     is_prior = prior[np.array(shown, dtype=np.int64)]
     for role in (True, False):

@@ -11,7 +11,7 @@ Costs: a pass over a tar reads its headers, and of parquet files the row groups 
 
 import json
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Any, Protocol
 from lit_efficient.data.images.image_columns import ImageColumns, bytes_of, chosen_column, image_column, tar_column
 from lit_efficient.data.images.image_tables import IMAGE_SUFFIXES
 from lit_efficient.data.latents.encoded_mds import MosaicShards, mosaic_files
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 
+_VALUES = ("caption", "label", "weight")
 _SUFFIXES = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 
 
@@ -34,6 +35,8 @@ class Row:
     read: Callable[[], bytes]  # returns the encoded image
     caption: object  # a text, or a list of several, if the row is right
     label: object
+    weight: object
+    beside: Mapping[str, Callable[[], bytes]]  # return the encoded mask and condition, if they were asked for
 
 
 class Shard(Protocol):
@@ -45,8 +48,14 @@ class Shard(Protocol):
         """Yield all rows in order. Rows other than number ``first``, ``first + step``, ... may be None."""
 
 
-def shards_of(name: str, split: str, columns: ImageColumns) -> list[Shard]:
+def shards_of(name: str, split: str, columns: ImageColumns, beside: Mapping[str, str] = {}) -> list[Shard]:
     """Return the shards of a folder, a file or a data set of the hub, in the order of their names.
+
+    Args:
+        name: The folder, file or data set.
+        split: Split to read, if there are several.
+        columns: Names of the columns.
+        beside: Columns of the ``mask`` and the ``condition``, if they are read.
 
     Raises:
         ConfigurationError: If there is nothing that can be streamed.
@@ -55,12 +64,12 @@ def shards_of(name: str, split: str, columns: ImageColumns) -> list[Shard]:
     if not path.exists():
         if path.is_absolute() or name.startswith((".", "~")):
             raise ConfigurationError(f"ImageData: no such folder or file: {name} (looked for {path.absolute()}).")
-        return [HubShard(name, split, columns)]
+        return [HubShard(name, split, columns, beside)]
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
         if (path / "index.json").is_file():
-            return [MosaicShard(path, file, columns) for file in mosaic_files(path, "ImageData")]
+            return [MosaicShard(path, file, columns, beside) for file in mosaic_files(path, "ImageData")]
     kinds: dict[str, Any] = {".tar": TarShard, ".parquet": ParquetShard}
     found = {suffix: [file for file in files if file.suffix == suffix] for suffix in kinds}
     named = [suffix for suffix, listed in found.items() if listed]
@@ -69,16 +78,17 @@ def shards_of(name: str, split: str, columns: ImageColumns) -> list[Shard]:
             f"ImageData: {name} holds {' and '.join(named) or 'no'} files that can be streamed. A stream reads .tar "
             "files (WebDataset), .parquet files, a folder of MDS with index.json, or a data set of the hub."
         )
-    return [kinds[named[0]](file, columns) for file in found[named[0]]]
+    return [kinds[named[0]](file, columns, beside) for file in found[named[0]]]
 
 
 class TarShard:
     """A tar of WebDataset."""
 
-    def __init__(self, path: Path, columns: ImageColumns) -> None:
+    def __init__(self, path: Path, columns: ImageColumns, beside: Mapping[str, str] = {}) -> None:
         self.name = str(path)
         self._path = path
         self._columns = columns
+        self._beside = beside
 
     def rows(self, first: int, step: int) -> Iterator[Row | None]:
         for number, (key, fields) in enumerate(self._samples()):
@@ -128,12 +138,24 @@ class TarShard:
             raise ConfigurationError(
                 f"ImageData: {place} has no image (columns.image: {wanted}). Its files end in {', '.join(fields)}."
             )
-        caption = self._value(tar_column("caption", self._columns.caption, list(values), place), fields, notes, place)
-        label = self._value(tar_column("label", self._columns.label, list(values), place), fields, notes, place)
+        found = {}
+        for kind in _VALUES:
+            column = tar_column(kind, getattr(self._columns, kind), list(values), place)
+            found[kind] = self._value(column, fields, notes, place)
+        caption, label = found["caption"], found["label"]
         if isinstance(label, str) and label.strip().isdigit():
             label = int(label)
+        if isinstance(caption, str):
+            caption = caption.strip()
+        beside = {}
+        for kind, wanted in self._beside.items():
+            if wanted.lower() not in fields:
+                raise ConfigurationError(
+                    f"ImageData: {place} has no {kind} (train.{kind}: {wanted}). Its files end in {', '.join(fields)}."
+                )
+            beside[kind] = partial(_part_of_file, self._path, *fields[wanted.lower()])
         read = partial(_part_of_file, self._path, *fields[image])
-        return Row(place, number, read, caption.strip() if isinstance(caption, str) else caption, label)
+        return Row(place, number, read, caption, label, found["weight"], beside)
 
     def _entries(self, place: str, offset: int, size: int) -> dict[str, Any]:
         try:
@@ -158,7 +180,7 @@ class TarShard:
 class ParquetShard:
     """A parquet file, of which one row group at a time is in memory."""
 
-    def __init__(self, path: Path, columns: ImageColumns) -> None:
+    def __init__(self, path: Path, columns: ImageColumns, beside: Mapping[str, str] = {}) -> None:
         import pyarrow.parquet
 
         self.name = str(path)
@@ -169,14 +191,12 @@ class ParquetShard:
             raise ConfigurationError(f"ImageData: {path} cannot be read as parquet: {error}.") from error
         names = list(schema.names)
         holding = [field.name for field in schema if _holds_bytes(field.type)]
-        self._image = image_column(columns.image, names, holding, self.name)
-        self._caption = chosen_column("caption", columns.caption, names, self.name)
-        self._label = chosen_column("label", columns.label, names, self.name)
+        self._columns = _Columns.of(columns, beside, names, holding, self.name)
 
     def rows(self, first: int, step: int) -> Iterator[Row | None]:
         import pyarrow.parquet
 
-        named = [name for name in (self._image, self._caption, self._label) if name is not None]
+        named = self._columns.named
         number = 0
         with pyarrow.parquet.ParquetFile(self._path, memory_map=True) as file:
             for group in range(file.num_row_groups):
@@ -190,54 +210,51 @@ class ParquetShard:
                     if number % step != first % step:
                         yield None
                     else:
-                        yield self._row(number, {name: table.column(name)[inside].as_py() for name in named})
+                        values = {name: table.column(name)[inside].as_py() for name in named}
+                        place = f"{self.name}, row {number + 1}"
+                        yield self._columns.row(place, number, values, partial(self._bytes, place, values))
                     number += 1
 
-    def _row(self, number: int, values: dict[str, Any]) -> Row:
-        place = f"{self.name}, row {number + 1}"
-        content = bytes_of(values[self._image], place, self._path.parent)
-        caption = values.get(self._caption or "")
-        return Row(place, number, lambda: content, caption, values.get(self._label or ""))
+    def _bytes(self, place: str, values: dict[str, Any], column: str) -> bytes:
+        return bytes_of(values[column], place, self._path.parent)
 
 
 class MosaicShard:
     """A shard of a folder of MDS."""
 
-    def __init__(self, folder: Path, file: str, columns: ImageColumns) -> None:
+    def __init__(self, folder: Path, file: str, columns: ImageColumns, beside: Mapping[str, str] = {}) -> None:
         self.name = str(folder / file)
         self._shards = MosaicShards(folder, lambda path: path == folder / file, "ImageData")
         names = self._shards.fields
         encodings = self._shards.encodings
         holding = [name for name, kind in encodings.items() if kind in ("jpeg", "png", "bytes")]
-        self._image = image_column(columns.image, names, holding, self.name)
-        if self._image not in holding:
-            raise ConfigurationError(
-                f"ImageData: the column {self._image!r} of {folder} is encoded as {encodings[self._image]!r}, and must "
-                "be jpeg, png or bytes."
-            )
-        self._caption = chosen_column("caption", columns.caption, names, self.name)
-        self._label = chosen_column("label", columns.label, names, self.name)
+        self._columns = _Columns.of(columns, beside, names, holding, self.name)
+        for column in self._columns.images:
+            if column not in holding:
+                raise refusal(
+                    "ImageData", f"the encoding of {column!r} in {folder}", "jpeg, png or bytes", encodings[column]
+                )
 
     def rows(self, first: int, step: int) -> Iterator[Row | None]:
-        named = [name for name in (self._caption, self._label) if name is not None]
+        named = [name for name in self._columns.named if name not in self._columns.images]
         for number in range(len(self._shards)):
             if number % step != first % step:
                 yield None
                 continue
             values: dict[str, Any] = self._shards.read(number, named)
-            read = partial(self._shards.read_bytes, number, self._image)
-            caption = values.get(self._caption or "")
-            yield Row(f"{self.name}, row {number + 1}", number, read, caption, values.get(self._label or ""))
+            place = f"{self.name}, row {number + 1}"
+            yield self._columns.row(place, number, values, partial(self._shards.read_bytes, number))
 
 
 class HubShard:
     """A data set of the hub, which `datasets` downloads while it is read."""
 
-    def __init__(self, name: str, split: str, columns: ImageColumns) -> None:
+    def __init__(self, name: str, split: str, columns: ImageColumns, beside: Mapping[str, str] = {}) -> None:
         import datasets
 
         self.name = name
         self._columns = columns
+        self._beside = beside
         try:
             self._rows: Any = datasets.load_dataset(name, split=split, streaming=True)
         except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such split, needs code
@@ -256,25 +273,63 @@ class HubShard:
             if number % step != first % step:
                 yield None
                 continue
-            names = list(values)
             holding = [name for name, value in values.items() if isinstance(value, bytes | dict)]
-            image = image_column(self._columns.image, names, holding, self.name)
+            columns = _Columns.of(self._columns, self._beside, list(values), holding, self.name)
             place = f"{self.name}, row {number + 1}"
-            content = values[image]
-            if isinstance(content, dict):
-                content = content.get("bytes")
-            if not isinstance(content, bytes):
-                raise ConfigurationError(
-                    f"ImageData: {place} holds no bytes of an image in {image!r}. Download the data set, and name its "
-                    "folder."
-                )
-            caption = chosen_column("caption", self._columns.caption, names, self.name)
-            label = chosen_column("label", self._columns.label, names, self.name)
-            yield Row(place, number, partial(_itself, content), values.get(caption or ""), values.get(label or ""))
+            yield columns.row(place, number, values, partial(_bytes_in, place, values))
 
 
-def _itself(content: bytes) -> bytes:
+def _bytes_in(place: str, values: Mapping[str, Any], column: str) -> bytes:
+    content = values[column]
+    if isinstance(content, dict):
+        content = content.get("bytes")
+    if not isinstance(content, bytes):
+        raise ConfigurationError(
+            f"ImageData: {place} holds no bytes of an image in {column!r}. Download the data set, and name its folder."
+        )
     return content
+
+
+@dataclass
+class _Columns:
+    """Columns of a table that are read; None for those that it does not have."""
+
+    image: str
+    caption: str | None
+    label: str | None
+    weight: str | None
+    beside: dict[str, str]  # of the mask and the condition
+
+    @classmethod
+    def of(
+        cls, wanted: ImageColumns, beside: Mapping[str, str], names: list[str], holding: list[str], where: str
+    ) -> "_Columns":
+        """Return the columns of a table with some names, of which ``holding`` may hold images."""
+        for kind, name in beside.items():
+            if name not in names:
+                raise ConfigurationError(
+                    f"ImageData: train.{kind} is {name!r}, but {where} has no such column. It has {', '.join(names)}."
+                )
+        left = [name for name in holding if name not in beside.values()]
+        others = {kind: chosen_column(kind, getattr(wanted, kind), names, where) for kind in _VALUES}
+        return cls(image_column(wanted.image, names, left, where), **others, beside=dict(beside))
+
+    @property
+    def images(self) -> list[str]:
+        """Columns that hold encoded images."""
+        return [self.image, *self.beside.values()]
+
+    @property
+    def named(self) -> list[str]:
+        """All columns, each once."""
+        values = [self.caption, self.label, self.weight]
+        return list(dict.fromkeys([*self.images, *(name for name in values if name is not None)]))
+
+    def row(self, place: str, number: int, values: Mapping[str, Any], read: Callable[[str], bytes]) -> Row:
+        """Return a row with some values. ``read`` returns the encoded image in a column."""
+        caption, label, weight = (values.get(name or "") for name in (self.caption, self.label, self.weight))
+        beside = {kind: partial(read, name) for kind, name in self.beside.items()}
+        return Row(place, number, partial(read, self.image), caption, label, weight, beside)
 
 
 def _part_of_file(path: Path, offset: int, size: int) -> bytes:

@@ -188,7 +188,6 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         weighted: If there are several buckets or ranks, yield `WeightedKeys`. With their weights the mean over ranks is
             the mean of one process that sees all images, and with several buckets a sample of an incomplete batch
             counts as much as one of a full batch.
-        contents: Hash of the images. A run is not resumed inside an epoch with another one. "" is not compared.
 
     Raises:
         ConfigurationError: If an argument is out of range, or if ``drop_last`` would leave out a whole bucket.
@@ -206,7 +205,6 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         num_replicas: int | None = None,
         rank: int | None = None,
         weighted: bool = False,
-        contents: str = "",
     ) -> None:
         if isinstance(index, Sampler):  # Lightning passes one when it rebuilds a batch sampler under DDP
             allowed = "a sequence of integers (Lightning replaces a batch sampler under DDP: use keyed_loader())"
@@ -228,7 +226,7 @@ class KeyedBatchSampler(DistributedSampler[list[Key]]):
         self.index: Sequence[int] = index
         self.batch_size = batch_size
         self.variants = variants
-        self.contents = contents
+        self.contents = ""  # hash of the items, if it is known: a run does not resume inside an epoch of others
         self.round = 0  # number of earlier passes in the same epoch: each gets an order of its own
         self.first = 0  # number of batches that the next pass skips
         self._buckets: BucketPlaces | None = None
@@ -526,14 +524,13 @@ def module_loader(
         pin_memory: Pin the batches if the device is a CUDA device.
         weighted: Give samples of incomplete batches smaller weights, see `KeyedBatchSampler`.
         weights: Weight of each index in the loss, see `KeyedBatches`.
-        contents: Hash of the items, see `KeyedBatchSampler`.
+        contents: Hash of the items. A run does not resume inside an epoch of items with another hash. "" for none.
     """
     part = data_parallel_part(trainer)
     if not training:
         variants = 1
-    sampler = KeyedBatchSampler(
-        index, batch_size, bucket_of, variants, seed, training, weighted=weighted, contents=contents, **part
-    )
+    sampler = KeyedBatchSampler(index, batch_size, bucket_of, variants, seed, training, weighted=weighted, **part)
+    sampler.contents = contents
     further = {"persistent_workers": True} if num_workers and training else {}
     pinned = pins(trainer, pin_memory)
     return keyed_loader(dataset, sampler, collate, num_workers, weights, pin_memory=pinned, **further)

@@ -34,7 +34,9 @@ from lit_efficient.data.images.image_stream import ImageStream
 from lit_efficient.data.images.image_view import ImageView
 from lit_efficient.data.images.streamed_rows import HubShard, shards_of
 from lit_efficient.mechanisms.order import stream_loader
+from lit_efficient.tasks.autoencoding import Autoencoding
 from tests.data.latents.mds_kit import write_mds
+from tests.support import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 COUNT = 23
@@ -309,6 +311,108 @@ def test_captions_are_read_as_those_of_a_tar_that_is_not_streamed(tmp_path: Path
         assert whole.captions_of(0) == expected
 
 
+def roles(number: int) -> dict[str, bytes]:
+    """Return an image of random blocks, its red channel as a mask, and its green channel, smaller, as a condition."""
+    height, width = [(64, 64), (64, 128), (128, 64)][number % 3]
+    blocks = np.random.default_rng(number).integers(0, 2, (height // 8, width // 8, 3)).astype(np.uint8) * 255
+    pixels = blocks.repeat(8, 0).repeat(8, 1)
+    parts = {"image": pixels, "mask": pixels[..., 0], "condition": pixels[::2, ::2, 1:2].repeat(3, 2)}
+    found = {}
+    for name, part in parts.items():
+        stream = io.BytesIO()
+        Image.fromarray(part).save(stream, "PNG")
+        found[name] = stream.getvalue()
+    return found
+
+
+def write_roles(folder: Path, kind: str) -> dict[str, str]:
+    """Write shards of images with masks, conditions and weights. Return the names of their columns."""
+    rows = [roles(number) | {"weight": str(number / 4).encode()} for number in range(COUNT)]
+    if kind == "tar":
+        names = {"mask": "mask.png", "condition": "condition.png", "weight": "weight"}
+        for shard, numbers in enumerate((range(14), range(14, COUNT))):
+            with tarfile.open(folder / f"{shard}.tar", "w") as archive:
+                for number in numbers:
+                    files = {"txt": caption(number).encode(), "png": rows[number]["image"]}
+                    files |= {names[name]: rows[number][name] for name in names}
+                    for suffix, content in files.items():
+                        member = tarfile.TarInfo(f"{number:05d}.{suffix}")
+                        member.size = len(content)
+                        archive.addfile(member, io.BytesIO(content))
+        return names
+    table: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in ("image", "mask", "condition")}
+    table["caption"] = [caption(number) for number in range(COUNT)]
+    table["weight"] = [number / 4 for number in range(COUNT)]
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table(table), folder / "all.parquet", row_group_size=5)
+    else:
+        table["caption"] = [text.encode() for text in table["caption"]]
+        table["weight"] = [np.float64(weight).tobytes() for weight in table["weight"]]
+        columns: dict[str, Any] = dict.fromkeys(("image", "mask", "condition"), ("png", None))
+        columns |= {"caption": ("str", None), "weight": ("float64", 8)}
+        write_mds(folder, columns, table, [slice(0, 14), slice(14, COUNT)])
+    return {"mask": "mask", "condition": "condition", "weight": "weight"}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_masks_conditions_and_weights_are_columns(kind: str, tmp_path: Path) -> None:
+    names = write_roles(tmp_path, kind)
+    view = ImageView(32, buckets=AspectBuckets(8, 2.0), crop="random", horizontal_flip=True, variants=6)
+    about = ImageSet(str(tmp_path), mask=names["mask"], condition=names["condition"], weight=0.5)
+    settings: dict[str, Any] = {"train": [about], "view": view, "batch_size": 2, "stream": {"classes": 0}}
+    settings["columns"] = ImageColumns(weight=names["weight"])
+    data = streamed(tmp_path, **settings)
+    assert set(data.roles) == {"loss_weight", "mask", "condition"}
+    loader = data.train_dataloader()
+    batches, states = [], []
+    for batch in islice(endless(loader), COUNT):
+        batches.append(batch)
+        states.append(loader.state_dict())
+        for row, text in enumerate(batch["captions"]):
+            number = int(text.split()[1])
+            files = roles(number)
+            shape = batch["images"].shape[2:]
+            key = (int(batch["index"][row]), int(batch["variant"][row]))
+            assert torch.equal(batch["images"][row], view.look(files["image"], shape, key, 0))
+            assert torch.equal(batch["mask"][row], view.look_mask(files["mask"], shape, key, 0))
+            assert torch.equal(batch["condition"][row], view.look(files["condition"], shape, key, 0))
+            assert batch["loss_weight"][row] == torch.tensor(number / 8)
+    assert len({tuple(batch["mask"].shape) for batch in batches}) == 3
+    resumed = streamed(tmp_path, **settings).train_dataloader()
+    resumed.load_state_dict(states[6])
+    assert same(list(islice(endless(resumed), 5)), batches[7:12])
+    with pytest.raises(ConfigurationError, match=r"train.mask is 'none'|has no mask .train.mask: none"):
+        taken(streamed(tmp_path, **settings | {"train": [ImageSet(str(tmp_path), mask="none")]}), 1)
+
+
+def test_roles_of_a_stream_that_do_not_fit_are_refused_or_left_out(tmp_path: Path) -> None:
+    files = roles(0)
+    good = {"png": files["image"], "mask.png": files["mask"], "txt": b"good"}
+
+    def of(*samples: dict[str, bytes], **arguments: Any) -> ImageData:
+        named = tar_of(tmp_path, *samples)
+        given = {"train": [ImageSet(named, mask="mask.png")], "stream": {"classes": 0}, "batch_size": 1}
+        return streamed(tmp_path, **given | arguments)
+
+    other = good | {"mask.png": roles(1)["mask"], "txt": b"other"}
+    with pytest.raises(ConfigurationError, match=r"the mask of .*, 0 has 64 x 128 pixels, which is another aspect"):
+        taken(of(other), 1)
+    damaged = good | {"mask.png": files["mask"][:60], "txt": b"damaged"}
+    with pytest.raises(ConfigurationError, match=r"the mask of .*, 0 cannot be read.*skip_unreadable: true"):
+        taken(of(damaged), 1)
+    with pytest.warns(UserWarning, match=r"left out .*, 1"):
+        found = taken(of(good, damaged, skip_unreadable=True), 3)
+    assert [batch["captions"] for batch in found] == [["good"]] * 3
+    with pytest.raises(ConfigurationError, match=r"0 has no mask \(train.mask: mask.png\). Its files end in png, txt"):
+        taken(of({name: good[name] for name in ("png", "txt")}), 1)
+    weights = {"columns": ImageColumns(weight="weight")}
+    with pytest.raises(ConfigurationError, match=r"the weight in 'weight' must be a number from 0, got '-1'"):
+        taken(of(good | {"weight": b"-1"}, **weights), 1)
+    run = trainer(default_root_dir=tmp_path, max_steps=1)
+    with pytest.raises(ConfigurationError, match="batches have mask, which Autoencoding does not use"):
+        run.fit(Autoencoding(AutoencoderConfig(latent_channels=2, width=8)), of(good))
+
+
 def test_truth_values_are_no_classes(tmp_path: Path) -> None:
     columns = {"image": [{"bytes": picture(0), "path": None}], "label": [True]}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "own.parquet")
@@ -365,8 +469,8 @@ def test_what_cannot_be_streamed_is_refused(arguments: dict[str, Any], message: 
     tars(tmp_path)
     with pytest.raises(Exception, match=message):
         taken(streamed(tmp_path, **arguments), 30)
-    with pytest.raises(ConfigurationError, match=r"train.weight must be 1.0 for a stream, got 2.0"):
-        streamed(tmp_path, train=[ImageSet(str(tmp_path), weight=2.0)])
+    with pytest.raises(ConfigurationError, match=r"train.role must be train for a stream, got 'prior'"):
+        streamed(tmp_path, train=[ImageSet(str(tmp_path)), ImageSet(str(tmp_path), role="prior")])
     with pytest.raises(ConfigurationError, match="val_fraction must be 0 for a stream without val"):
         ImageData(str(tmp_path), stream=ImageStream(enabled=True))
 
