@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lit_efficient.data.images.image_module import KeyedModule
 from lit_efficient.data.images.image_source import ImageSource
-from lit_efficient.data.latents.latent_format import Format, Moments, StoredDtype, normalize_item
+from lit_efficient.data.latents.latent_format import Format, Moments, StoredCondition, StoredDtype, normalize_item
 from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
 from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
 from lit_efficient.data.latents.model_scaling import pipeline_encoders, pipeline_scaling
@@ -67,7 +67,8 @@ class LatentData(KeyedModule):
             part (with a cache on all images, without on 256), or ``declared`` by the configuration of the autoencoder.
             null takes those of the pipeline from which the trained network comes, and measures them for other networks.
         condition: What a cache stores of conditions of ``ImageData``: ``pixels``, as ControlNet takes them, or
-            ``latents`` in the format of the images, as editing models and ``DiffusionPreference`` take them.
+            ``latents`` in the format of the images, as editing models and ``DiffusionPreference`` take them. ``masked``
+            stores the latents of the images without their masked part, for inpainting with the masks of the data.
         cached: Train on a cache. false encodes in each step.
         cached_text: Store the embeddings of captions in the cache. false stores the captions alone, which the task
             encodes in each step, as ``text_training`` requires.
@@ -89,7 +90,7 @@ class LatentData(KeyedModule):
         format: Format = "posterior",
         dtype: StoredDtype = "float32",
         statistics: Literal["measured", "declared"] | None = None,
-        condition: Literal["pixels", "latents"] = "pixels",
+        condition: StoredCondition = "pixels",
         cached: bool = True,
         build: bool = False,
         cached_text: bool = True,
@@ -110,7 +111,7 @@ class LatentData(KeyedModule):
         self.format: Format = format
         self.dtype: StoredDtype = dtype
         self.statistics = statistics
-        self.condition: Literal["pixels", "latents"] = condition
+        self.condition: StoredCondition = condition
         self.cached = cached
         self.build = build
         self.backbone: DiffusersModelConfig | None = None  # the trained network, for commands without a trainer
@@ -265,7 +266,7 @@ class LatentData(KeyedModule):
                 "dtype": "uint8" if self.format == "int8" else self.dtype,
                 "split": digest_of(parts),
             }
-            if self.condition == "latents":
+            if self.condition != "pixels":
                 self._identity["condition"] = self.condition
             if self.features is not None and encoders.teacher is not None:
                 self._identity |= self.features.identity(encoders.teacher)

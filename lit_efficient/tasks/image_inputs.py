@@ -2,7 +2,8 @@
 
     controlnet   condition [B, 3, H, W] in [-1, 1]  ->  pixels in [0, 1], as diffusers' ControlNet pipelines give them
     sequence     condition [B, 3, H, W], or condition_latents [B, c, h, w]  ->  normalised latents
-    inpaint      images [B, C, H, W], optional mask [B, 1, H, W]  ->  [mask, latents of the images without masked part]
+    inpaint      images [B, C, H, W], optional mask [B, 1, H, W]  ->  [mask, latents of the images without masked part];
+                 or from a cache: hole [B, 1, h, w] and condition_latents, with condition_logvar of a posterior
 
 A mask is 1 where the network fills in the image. Without a mask, each sample gets a random rectangle or ellipse, which
 masks cells of pixels as a whole.
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.models.libraries.image_condition import ImageCondition
-from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.latent_codec import LatentCodec, hole_of
 from lit_efficient.models.networks.autoencoder import sample_posterior
 from lit_efficient.surgery import moved
 from lit_efficient.tasks.latent_source import encode_images
@@ -49,6 +50,13 @@ def image_input(
             return moved(batch["condition_latents"], device).float(), weights
         picture = moved(_member(batch, "condition", spec), device)
         return encode_images(picture, _encoder(codec, spec))[0].float(), weights
+    if "hole" in batch:
+        stored = [
+            moved(batch[name], device) for name in ("hole", "condition_latents", "condition_logvar") if name in batch
+        ]
+        hole, mean, *spread = stored
+        masked = sample_posterior(mean.float(), spread[0].float() if spread else None, generator)
+        return torch.cat([hole, masked], dim=1), weights if spec.masked_loss else None
     codec = _encoder(codec, spec)
     images = moved(_member(batch, "images", spec), device)
     size = (images.shape[2] // codec.factor, images.shape[3] // codec.factor)
@@ -57,12 +65,12 @@ def image_input(
     allowed = [len(images), 1, *images.shape[2:]]
     if list(weights.shape) != allowed:
         raise refusal("LatentDiffusion", "the shape of mask", f"{allowed}, as the images are", list(weights.shape))
-    mask = (moved(weights, device) >= 0.5).float()
+    mask = hole_of(moved(weights, device))
     mean, logvar = encode_images(images * (1.0 - mask), codec)
     if logvar is not None:
         logvar = logvar.float()
     masked = sample_posterior(mean.float(), logvar, generator)
-    seen = torch.cat([F.interpolate(mask, size), masked], dim=1)
+    seen = torch.cat([codec.sample_mask(mask), masked], dim=1)
     return seen, weights if spec.masked_loss else None
 
 
@@ -108,7 +116,9 @@ def _member(batch: dict[str, Any], name: str, spec: ImageCondition) -> Tensor:
     if name == "condition" and "condition_latents" in batch:
         way_out = "set condition: pixels in LatentData"
     if name == "images":
-        way_out = "train on images and not on cached latents, because the masked images are encoded in each step"
+        way_out = (
+            "set condition: masked in LatentData to cache images with masks, or cached: false to encode in each step"
+        )
     raise ConfigurationError(
         f"LatentDiffusion: image_condition.kind {spec.kind} needs {name} in each batch (this one has "
         f"{', '.join(sorted(batch)) or 'nothing'}): {way_out}"

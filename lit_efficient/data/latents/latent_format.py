@@ -25,6 +25,7 @@ from lit_efficient.internals.torch_tensors import widest_float
 
 Format = Literal["posterior", "int8"]
 StoredDtype = Literal["float32", "float16", "bfloat16"]
+StoredCondition = Literal["pixels", "latents", "masked"]
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

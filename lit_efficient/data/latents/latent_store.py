@@ -1,8 +1,8 @@
 """Cache of encoded images on disk, memory-mapped, and found by (dataset index, variant).
 
     shards/00000.safetensors  keys [R, 3] (index, variant, label), mean and logvar [R, c, h, w] or latents (in int8 with
-                              scale and zero [c]), features [R, N, D], mask [R, 1, h, w], condition [R, C, H, W] uint8
-                              or condition_latents and condition_logvar [R, c, h, w],
+                              scale and zero [c]), features [R, N, D], mask and hole [R, 1, h, w],
+                              condition [R, C, H, W] uint8 or condition_latents and condition_logvar [R, c, h, w],
                               captions as bytes, C for each row, and the end of each caption
     text/00000.safetensors    digests [U, 16] of distinct captions, hidden [U, L, D], mask [U, L], pooled [U, P]
     index.safetensors         places [N, K, 2] (shard, row) and captions [N, K, C] (row of the text); -1: none
@@ -115,7 +115,7 @@ class LatentStore:
         item: dict[str, Any] = {**decode_row(stored), "index": index, "variant": variant}
         if self.manifest["labels"]:
             item["labels"] = label
-        for name in ("sizes", "mask"):
+        for name in ("sizes", "mask", "hole"):
             if name in stored:
                 item[name] = stored[name]
         if "condition" in stored:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from lit_efficient.data.images.image_source import ImageSource, collate_images
 from lit_efficient.data.latents.latent_format import (
     Format,
     Moments,
+    StoredCondition,
     StoredDtype,
     decode_row,
     encode_pixels,
@@ -50,7 +51,7 @@ from lit_efficient.files.cache import read_json, write_json
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, KeyedBatches
-from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.libraries.latent_codec import LatentCodec, hole_of
 from lit_efficient.models.libraries.teachers import Teacher
 from lit_efficient.models.libraries.text_encoder import TextEncoder
 
@@ -77,7 +78,7 @@ class Encoders:
     format: Format = "posterior"  # as in `encode_rows`
     dtype: StoredDtype = "float32"  # as in `encode_rows`
     feature_dtype: StoredDtype = "float16"  # number format of the features
-    condition: Literal["pixels", "latents"] = "pixels"  # what is stored of conditions
+    condition: StoredCondition = "pixels"  # what is stored of conditions
 
     def encode(self, batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Return a batch without its images, but with ``mean``, ``logvar`` and ``features`` on the CPU."""
@@ -86,10 +87,17 @@ class Encoders:
         rows = {name: value for name, value in batch.items() if name not in ("images", "mask", "condition")}
         if "mask" in batch:
             rows["mask"] = self.codec.shrink_mask(batch["mask"])
-        if "condition" in batch and self.condition == "pixels":
-            rows["condition"] = encode_pixels(batch["condition"])
-        elif "condition" in batch:
-            latents, spread = self.codec.moments(batch["condition"].to(device))
+        condition = batch.get("condition")
+        if self.condition == "masked":
+            if "mask" not in batch:
+                raise refusal("LatentData", "condition", "pixels or latents for images without masks", self.condition)
+            hole = hole_of(batch["mask"])
+            rows["hole"] = self.codec.sample_mask(hole)
+            condition = batch["images"] * (1.0 - hole)
+        if condition is not None and self.condition == "pixels":
+            rows["condition"] = encode_pixels(condition)
+        elif condition is not None:
+            latents, spread = self.codec.moments(condition.to(device))
             rows["condition_latents"] = latents.cpu()
             if spread is not None:
                 rows["condition_logvar"] = spread.cpu()
@@ -369,7 +377,7 @@ class _Build:
         conditions = (rows.get("condition_latents"), rows.get("condition_logvar"))
         tensors = encode_rows(rows["mean"], rows.get("logvar"), self.encoders.format, self.encoders.dtype, *conditions)
         tensors["keys"] = torch.cat([keys, labels[:, None]], dim=1)
-        for name in ("features", "sizes", "mask", "condition"):
+        for name in ("features", "sizes", "mask", "hole", "condition"):
             if name in rows:
                 tensors[name] = rows[name]
         if "captions" in rows:

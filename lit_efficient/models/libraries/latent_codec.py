@@ -220,6 +220,10 @@ class LatentCodec:
         """Return a mask of pixels [B, 1, H, W] as one of latents [B, 1, h, w], each the mean of its pixels."""
         return F.avg_pool2d(mask.float(), self.factor)
 
+    def sample_mask(self, mask: Tensor) -> Tensor:
+        """Return a mask of pixels [B, 1, H, W] as one of latents [B, 1, h, w], each a pixel, as inpainting sees it."""
+        return F.interpolate(mask, (mask.shape[2] // self.factor, mask.shape[3] // self.factor))
+
     @classmethod
     def declared(cls, autoencoder: "ImageAutoencoder | AutoencoderOnDisk") -> "LatentCodec":
         """Return a codec with the statistics that the model's configuration declares: see `declared_statistics`."""
@@ -468,3 +472,8 @@ class PreviewDecoder:
     def check_decoded(self) -> None:
         """Raise ConfigurationError if the last decoded images were not finite although their latents were."""
         self._tiny.check_decoded()
+
+
+def hole_of(mask: Tensor) -> Tensor:
+    """Return the part that inpainting fills in, 0 or 1 for each pixel of a mask [B, 1, H, W] in [0, 1]."""
+    return (mask >= 0.5).float()
