@@ -12,6 +12,7 @@ Source: Wallace et al. (2023), https://arxiv.org/abs/2311.12908.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +32,7 @@ from lit_efficient.models.networks.dit import DiTConfig
 from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.keeps_reference import KeepsReference
+from lit_efficient.tasks.latent_conditions import Conditioning, TextTraining
 from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 from lit_efficient.tasks.latent_generator import FIXED_SEED, Samples
 from lit_efficient.tasks.pairs import Comparison, pairs_of
@@ -64,6 +66,7 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
         learning_rate: As in `LatentDiffusion`.
         samples: As in `LatentDiffusion`.
         override: As in `LatentDiffusion`.
+        text_training: As in `LatentDiffusion`, without new words. The reference reads captions with frozen encoders.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("loss_weight", "mask", "condition")
@@ -85,6 +88,7 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
         learning_rate: float = 1e-5,
         samples: Samples = Samples(),  # noqa: B008 (frozen)
         override: list[str] | None = None,
+        text_training: TextTraining | None = None,
     ) -> None:
         super().__init__(
             backbone=backbone,
@@ -98,6 +102,7 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
             learning_rate=learning_rate,
             samples=samples,
             override=override,
+            text_training=text_training,
         )
         check_dpo("DiffusionPreference", beta, loss, label_smoothing)
         features = self.shape.class_token.features
@@ -106,6 +111,9 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
         share = self.timestep_sampling.second_share
         if share:
             raise refusal("DiffusionPreference", "timestep_sampling.second_share", "0", share)
+        if self.text_training is not None and self.text_training.tokens is not None:
+            allowed = "null, because the reference has no new words"
+            raise refusal("DiffusionPreference", "text_training.tokens", allowed, self.text_training.tokens)
         self.beta = beta
         self.loss = loss
         self.label_smoothing = label_smoothing
@@ -125,7 +133,7 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss over pairs, and the loss of each pair ``[B]`` for techniques that reweight samples."""
         count = latent_source.batch_size(batch)
-        done = self._compared(batch, self._trained_condition(batch, count), self.process, None)
+        done = self._compared(batch, self._drawn_hidden(count), self.process, None)
         for name, value in done.figures().items():
             shown = name in ("loss", "accuracy") and logs_in_bar(value)
             self.log(f"train/{name}", value, prog_bar=shown, batch_size=count)
@@ -137,32 +145,37 @@ class DiffusionPreference(KeepsReference, LatentDiffusion):
     def _evaluate(self, stage: str, batch: dict[str, Any], batch_idx: int) -> None:
         seed = FIXED_SEED + batch_idx * self.trainer.world_size + data_rank(self.trainer)
         process = replace(self.process, input_perturbation=0.0)  # only for training
-        condition = self.conditioning.of_batch(batch, self.device)
         if self.shape.takes_text:
             self._prompts.gather(batch)
-        done = self._compared(batch, condition, process, torch.Generator().manual_seed(seed))
+        done = self._compared(batch, None, process, torch.Generator().manual_seed(seed))
         for name, value in done.figures().items():
             shown = name in ("loss", "accuracy")
             self.log(f"{stage}/{name}", value, prog_bar=shown, batch_size=len(done.losses), sync_dist=True)
 
     def _compared(
-        self, batch: dict[str, Any], condition: Condition, process: DiffusionProcess, generator: torch.Generator | None
+        self, batch: dict[str, Any], hidden: Tensor | None, process: DiffusionProcess, generator: torch.Generator | None
     ) -> Comparison:
-        """Return the losses and rewards of the pairs of a batch."""
+        """Return the losses and rewards of the pairs of a batch, without the captions that are ``hidden`` [B]."""
         pairs = self._pairs(batch)
-        both = condition.followed_by(condition)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._text_trains()):
+            condition = self._condition(batch, hidden, self.conditioning)
+        before = condition
+        if self.live_text is not None:
+            frozen = Conditioning(self.shape, self.text_encoder, self.sampler.empty_prompt)
+            before = self._condition(batch, hidden, frozen)
         x0 = latent_source.draw_latents(pairs, generator)
         noised = self._noised(x0, process, generator, pairs=True)
 
-        def scores() -> Tensor:
+        def scores(condition: Condition) -> Tensor:
+            both = condition.followed_by(condition)
             return -self._errors(pairs, noised, both, process)["sample_loss"] / 2.0
 
         reference = self.reference()
         assert reference is not None
         assert self.network is not None
         # It runs first, so that its activations are freed before the policy saves its own for the backward pass.
-        refs = pairs_of(reference(self.network, scores))
-        policy = pairs_of(scores())
+        refs = pairs_of(reference(self.network, partial(scores, before)))
+        policy = pairs_of(scores(condition))
         losses = dpo_loss(*policy, *refs, self.beta, self.loss, self.label_smoothing)
         chosen, rejected = (own.detach() - ref for own, ref in zip(policy, refs))
         return Comparison(losses, self.beta * chosen, self.beta * rejected)

@@ -59,7 +59,7 @@ from lit_efficient.optimizers.schedules import warmup_cosine
 from lit_efficient.protocol import builds_no_layers
 from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
-from lit_efficient.tasks.latent_conditions import TextTraining
+from lit_efficient.tasks.latent_conditions import Conditioning, TextTraining
 from lit_efficient.tasks.latent_generator import FIXED_SEED, LatentGenerator, Samples, check, to_uint8
 from lit_efficient.tasks.latent_source import LatentSource
 from lit_efficient.tasks.loss_by_noise import LossByNoise
@@ -276,14 +276,22 @@ class LatentDiffusion(LatentGenerator):
 
     def _trained_condition(self, batch: dict[str, Any], count: int) -> Condition:
         """Return the conditions of ``count`` samples, some of which are hidden."""
+        hidden = self._drawn_hidden(count)
         with torch.set_grad_enabled(self._text_trains()):
-            condition = self.conditioning.of_batch(batch, self.device)
-            if not self.shape.conditions:
-                return condition
-            hidden = torch.rand(count, device=self.device) < self.label_dropout
-            if not self.label_dropout:
-                return condition
-            return condition.dropped(hidden, self.conditioning.null(self.device))
+            return self._condition(batch, hidden, self.conditioning)
+
+    def _drawn_hidden(self, count: int) -> Tensor | None:
+        """Draw the samples [B] whose conditions are hidden; ``None`` for a network without conditions."""
+        if not self.shape.conditions:
+            return None
+        return torch.rand(count, device=self.device) < self.label_dropout
+
+    def _condition(self, batch: dict[str, Any], hidden: Tensor | None, conditioning: Conditioning) -> Condition:
+        """Return the conditions of a batch without those that are hidden."""
+        condition = conditioning.of_batch(batch, self.device)
+        if hidden is None or not self.label_dropout:
+            return condition
+        return condition.dropped(hidden, conditioning.null(self.device))
 
     def _losses(
         self, batch: dict[str, Any], condition: Condition, process: DiffusionProcess, generator: torch.Generator | None

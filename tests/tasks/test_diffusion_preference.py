@@ -27,6 +27,7 @@ from lit_efficient.data.images.image_set import ImageSet
 from lit_efficient.errors import CheckpointError
 from lit_efficient.models.libraries.latent_codec import LatentCodec, find_autoencoder
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
+from lit_efficient.tasks.latent_conditions import TextTraining
 from lit_efficient.tasks.loading import load_latent_diffusion
 from tests import tiny_pipelines
 from tests.data.images.image_kit import write
@@ -100,6 +101,49 @@ def test_the_loss_is_that_of_diffusers_script(labelled: bool, tmp_path: Path) ->
     expected.mean().backward()
     for one, parameter in zip(ours, module.network.parameters()):  # type: ignore[union-attr]
         torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("hidden", [True, False])
+def test_text_encoders_train_and_the_reference_reads_with_the_frozen_ones(hidden: bool, tmp_path: Path) -> None:
+    base = tiny_pipelines.written("sd15", tmp_path)
+    module = made(tmp_path, beta=200.0, text_training=TextTraining())
+    module.label_dropout = 0.5 if hidden else 0.0
+    module.reference()
+    shaken(module.network)  # type: ignore[arg-type]
+    shaken(module.text_networks)  # type: ignore[arg-type]
+    module._text_trains = lambda: True  # type: ignore[method-assign]
+    batch = batch_of(3)
+    del batch["mask"]
+    torch.manual_seed(7)
+    output = module.training_step(batch, 0)
+    output["loss"].backward()
+    assert all(p.grad is not None for name, p in module.text_networks.named_parameters() if "position" in name)  # type: ignore[union-attr]
+
+    torch.manual_seed(7)
+    drops = torch.rand(3) < module.label_dropout
+    captions = ["" if drop else caption for drop, caption in zip(drops, batch["captions"])]
+    assert (captions != batch["captions"]) == hidden
+    mean, logvar = module.codec.encode(torch.cat([batch["images"], batch["condition"]]))  # type: ignore[union-attr]
+    x0 = mean + (logvar / 2).exp() * torch.randn(mean.shape)  # type: ignore[operator]
+    entries, noise, _, _ = noised(module, x0[:3], "sd15")
+    entries, noise = entries.repeat(2), noise.repeat(2, 1, 1, 1)
+    table = tiny_pipelines.diffusers.DDPMScheduler.from_config(base.scheduler.config)
+    noisy = table.add_noise(x0, noise, entries)
+    ids = base.tokenizer(captions, padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
+    found = []
+    for unet, encoder in ((module.network, module.text_networks["text_encoder"]), (base.unet, base.text_encoder)):  # type: ignore[index]
+        with torch.no_grad():
+            hidden_states = encoder(ids)[0].repeat(2, 1, 1)
+            predicted = unet(noisy, entries, hidden_states).sample  # type: ignore[misc]
+        found += F.mse_loss(predicted, noise, reduction="none").mean(dim=[1, 2, 3]).chunk(2)
+    ours_w, ours_l, theirs_w, theirs_l = found
+    expected = -F.logsigmoid(-0.5 * 200.0 * ((ours_w - ours_l) - (theirs_w - theirs_l)))
+    torch.testing.assert_close(output["sample_loss"], expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(
+        ConfigurationError, match=r"text_training.tokens must be null, because the reference has no new"
+    ):
+        made(tmp_path, text_training=TextTraining(tokens={"<new>": "cat"}))
 
 
 def fit(folder: Path, *callbacks: L.Callback, seed: int = 0, ckpt: Path | None = None) -> DiffusionPreference:
@@ -244,7 +288,6 @@ def test_a_cache_that_rounds_latents_rounds_both_images_of_a_pair(format: Any, d
     if format == "posterior":
         pairs = {"latents": pairs["mean"]}  # each image draws its own latents
     module._pairs = lambda batch: pairs  # type: ignore[method-assign]
-    condition = module.conditioning.of_batch(batch, module.device)
-    done = module._compared(batch, condition, module.process, None)
+    done = module._compared(batch, None, module.process, None)
     assert done.chosen.abs().max() > 1.0
     assert torch.equal(done.chosen, done.rejected)
