@@ -45,20 +45,46 @@ def gemma() -> Any:
     return transformers.Gemma2Model(config).eval()
 
 
-def wide_clip(width: int, layers: int) -> Any:
-    config = transformers.CLIPTextConfig(
-        vocab_size=258,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-        hidden_size=width,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        projection_dim=6,
-        hidden_act="gelu",
-    )
-    return transformers.CLIPTextModel(config).eval()
+Steps = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Input, timestep and guided prediction of each step of a pipeline."""
+
+
+def recorded(pipeline: Any, call: Callable[[], Any], unpack: Callable[[Any], Any] = lambda latents: latents) -> Steps:
+    """Return the steps that a pipeline takes during a call. ``unpack`` makes latents of what it computes with."""
+    seen: Steps = []
+    scheduler = pipeline.scheduler
+    step = scheduler.step
+
+    def keeping(output: Any, timestep: Any, sample: Any, *given: Any, **named: Any) -> Any:
+        scaled = sample
+        if hasattr(scheduler, "scale_model_input"):
+            scheduler.is_scale_input_called = True
+            scaled = scheduler.scale_model_input(sample, timestep)
+        seen.append((unpack(scaled.clone()), timestep, unpack(output.clone())))
+        return step(output, timestep, sample, *given, **named)
+
+    scheduler.step = keeping
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        call()
+    finally:
+        del scheduler.step
+    assert len(seen) >= 3
+    return seen
+
+
+def check_steps(module: Any, predict: Callable[[Any, Any], Any], steps: Steps) -> None:
+    """Compare predictions (of latents and times) with those of a pipeline."""
+    for x, timestep, theirs in steps:
+        with torch.no_grad():
+            ours = predict(x, time_of(module, timestep))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * max(1.0, float(theirs.abs().max())))
+
+
+def time_of(module: Any, timestep: torch.Tensor) -> torch.Tensor:
+    """Return the time of a run for a timestep of a pipeline, [1]."""
+    time = timestep.float().reshape(1) / 1000
+    return time if module.process.schedule == "flow" else time + 1 / 1000
 
 
 def sd15(**scheduler: Any) -> Any:
@@ -81,7 +107,7 @@ def sd2(**scheduler: Any) -> Any:
         vae=vae(),
         unet=network(CONDITIONED),
         scheduler=diffusers.DDIMScheduler(**(settings | {"steps_offset": 1} | scheduler)),
-        **encoders(wide_clip(16, 3)),
+        **encoders(clip(16, "CLIPTextModel", num_hidden_layers=3, hidden_act="gelu")),
         **WITHOUT_CHECKER,
     )
 

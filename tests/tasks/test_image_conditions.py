@@ -59,39 +59,23 @@ def batch_of(count: int = 1, **further: Any) -> dict[str, Any]:
     }
 
 
-def recorded(pipeline: Any, unpack: Any = None, **arguments: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+def recorded(pipeline: Any, unpack: Any = lambda latents: latents, **arguments: Any) -> tiny_pipelines.Steps:
     """Run a pipeline, and return input, timestep and guided prediction of each step."""
-    seen: list[tuple[Any, ...]] = []
-    step = pipeline.scheduler.step
-
-    def keeping(output: Any, timestep: Any, sample: Any, *given: Any, **named: Any) -> Any:
-        scaled = sample
-        if hasattr(pipeline.scheduler, "scale_model_input"):
-            scaled = pipeline.scheduler.scale_model_input(sample, timestep)
-        pair = [one.clone() if unpack is None else unpack(one.clone()) for one in (scaled, output)]
-        seen.append((pair[0], timestep, pair[1]))
-        return step(output, timestep, sample, *given, **named)
-
-    pipeline.scheduler.step = keeping
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline(output_type="latent", num_inference_steps=3, generator=torch.Generator().manual_seed(1), **arguments)
-    return seen
+    arguments |= {"output_type": "latent", "num_inference_steps": 3, "generator": torch.Generator().manual_seed(1)}
+    return tiny_pipelines.recorded(pipeline, lambda: pipeline(**arguments), unpack)
 
 
 def check_predictions(module: LatentDiffusion, steps: list[Any], batch: dict[str, Any], guidance: float) -> None:
     condition = module.conditioning.of_batch(batch, module.device)
     condition, _ = module.with_image(condition, batch, torch.Generator().manual_seed(0))
     predict = guided(module, condition, lambda: module.conditioning.null(module.device), guidance, module.sampler)
-    assert len(steps) >= 3
+    tiny_pipelines.check_steps(module, predict, steps)
     for x, timestep, theirs in steps:
-        time = timestep.float().reshape(1) / 1000
-        if module.process.schedule != "flow":
-            time = time + 1 / 1000
         with torch.no_grad():
-            ours = predict(x, time)
-            without = module(x, time, replace(condition, image=-10 * condition.image))
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * max(1.0, float(theirs.abs().max())))
-        assert (without - ours).abs().max() > 1e-3  # the image counts
+            without = module(
+                x, tiny_pipelines.time_of(module, timestep), replace(condition, image=-10 * condition.image)
+            )
+        assert (without - theirs).abs().max() > 1e-3  # the image counts
 
 
 def controlled(folder: Path, family: str, controlnet: Any) -> Any:

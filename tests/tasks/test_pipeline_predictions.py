@@ -54,30 +54,15 @@ def called(pipeline: Any, guidance: float, negative: str | None, steps: int, kin
     return pipeline(CAPTION, output_type=kind, generator=generator, **size_and_steps, **arguments).images
 
 
-def theirs_at_each_step(pipeline: Any, guidance: float, negative: str | None) -> list[tuple[Any, ...]]:
+def theirs_at_each_step(pipeline: Any, guidance: float, negative: str | None) -> tiny_pipelines.Steps:
     """Run the pipeline, and return input, timestep and guided prediction of each step."""
-    seen: list[tuple[Any, ...]] = []
-    name = type(pipeline).__name__
-    step = pipeline.scheduler.step
+    from_tokens = getattr(pipeline, "_unpack_latents", lambda latents, *_: latents)  # of Flux
 
-    def recorded(output: Any, timestep: Any, sample: Any, *given: Any, **named: Any) -> Any:
-        scaled = sample
-        if hasattr(pipeline.scheduler, "scale_model_input"):
-            pipeline.scheduler.is_scale_input_called = True
-            scaled = pipeline.scheduler.scale_model_input(sample, timestep)
-        unpack = getattr(pipeline, "_unpack_latents", lambda latents, *_: latents)  # from tokens of Flux
-        pair = [unpack(one.clone(), 64, 64, 8) for one in (scaled, output)]
-        if name == "QwenImagePipeline":
-            pair = [one.squeeze(2) for one in pair]
-        seen.append((pair[0], timestep, pair[1]))
-        return step(output, timestep, sample, *given, **named)
+    def unpack(tokens: Any) -> Any:
+        latents = from_tokens(tokens, 64, 64, 8)
+        return latents.squeeze(2) if type(pipeline).__name__ == "QwenImagePipeline" else latents
 
-    pipeline.scheduler.step = recorded
-    try:
-        called(pipeline, guidance, negative, 3, "latent")
-    finally:
-        del pipeline.scheduler.step
-    return seen
+    return tiny_pipelines.recorded(pipeline, lambda: called(pipeline, guidance, negative, 3, "latent"), unpack)
 
 
 def check_predictions(module: LatentDiffusion, pipeline: Any, guidance: float, negative: str | None) -> None:
@@ -90,15 +75,7 @@ def check_predictions(module: LatentDiffusion, pipeline: Any, guidance: float, n
         module.sampler,
         module.norm_side,
     )
-    steps = theirs_at_each_step(pipeline, guidance, negative)
-    assert len(steps) >= 3
-    for x, timestep, theirs in steps:
-        time = timestep.float().reshape(1) / 1000
-        if module.process.schedule != "flow":
-            time = time + 1 / 1000
-        with torch.no_grad():
-            ours = predict(x, time)
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * max(1.0, float(theirs.abs().max())))
+    tiny_pipelines.check_steps(module, predict, theirs_at_each_step(pipeline, guidance, negative))
 
 
 @pytest.mark.parametrize("family", tiny_pipelines.FAMILIES)

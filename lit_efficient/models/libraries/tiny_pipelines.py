@@ -90,21 +90,13 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def tiny_clip(width: int, kind: str = "CLIPTextModelWithProjection") -> Any:
-    """Return a text encoder of CLIP."""
+def tiny_clip(width: int, kind: str = "CLIPTextModelWithProjection", **fields: Any) -> Any:
+    """Return a text encoder of CLIP. ``fields`` replace fields of its config."""
     import transformers
 
-    config = transformers.CLIPTextConfig(
-        vocab_size=258,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-        hidden_size=width,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        projection_dim=6,
-    )
+    ids = {"vocab_size": 258, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    sizes = {"intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 6}
+    config = transformers.CLIPTextConfig(**(ids | sizes | {"hidden_size": width} | fields))
     return getattr(transformers, kind)(config).eval()
 
 
