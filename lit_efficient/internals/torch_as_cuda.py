@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lit_efficient.internals.torch_operators import transformed
+
 __all__ = ["as_cuda", "kind_of"]
 
 _STANDS: list[str] = []  # device types that fake CPU tensors stand for; a list, because torch.compile can read it
@@ -87,7 +89,7 @@ def _is_narrow(one: object) -> bool:
 
 def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     has_values = not isinstance(x, FakeTensor)
-    if has_values or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if has_values or transformed():
         return _in_pieces(x, shape, weight, eps)
     out, scale = _RMSNorm.apply(x, weight, shape, eps)
     return out, scale

@@ -4,7 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
 from lit_efficient.internals.wraps import temporarily
+
+
+def caches_results() -> bool:
+    """Return whether selective checkpointing keeps results of operators, which must not be changed in place."""
+    kinds = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextmanager

@@ -16,6 +16,7 @@ __all__ = [
     "base_name",
     "lstm_workspace",
     "returns_bool",
+    "transformed",
     "writes",
 ]
 
@@ -70,3 +71,8 @@ def writes(func: Callable[..., object]) -> bool:
 def returns_bool(func: Any) -> bool:
     """Return whether an operator returns a ``bool`` instead of a tensor: ``_schema``."""
     return str(func._schema.returns[0].type) == "bool"
+
+
+def transformed() -> bool:
+    """Return whether derivatives are computed by functional transforms or in forward mode."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

@@ -417,17 +417,15 @@ class _CrossEntropySweep:
             losses = losses * self.weights
         return (losses if self.per_token else losses.sum(),), [gradient, *head.gradients()]
 
-    def scale_gradients(self, gradients: list[Tensor | None], upstream: Tensor) -> bool:
+    def factors(self, count: int, upstream: Tensor) -> Sequence[Tensor] | None:
         factor = upstream.reshape(-1)[:1]
         if not is_expanded(upstream):  # the gradient of a mean is a tensor of equal numbers
             valid = self.valid()
             lowest = upstream.where(valid, torch.inf).amin()
             highest = upstream.where(valid, -torch.inf).amax()
             if not bool(lowest == highest):  # a GPU waits here, for less time than a second pass through the head takes
-                return False
+                return None
             factor = highest
-        if factor.numel():
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(factor)
-        return True
+        if not factor.numel():
+            factor = upstream.new_ones(1)
+        return [factor] * count

@@ -281,16 +281,10 @@ class _DistillationSweep:
                 slope.scatter_add_(1, label, torch.full_like(label, self.weight - 1, dtype=slope.dtype))
         return slope
 
-    def scale_gradients(self, gradients: list[Tensor | None], upstream: Tensor) -> bool:
-        hidden, *parameters = gradients
+    def factors(self, count: int, upstream: Tensor) -> Sequence[Tensor] | None:
         # The hidden states have one gradient a token, so only the gradients of parameters need equal factors.
         # A GPU waits for the comparison, for less time than a second pass through the head takes.
-        if parameters and not is_expanded(upstream) and not bool((upstream == upstream[0]).all()):
-            return False
-        if len(upstream):
-            assert hidden is not None  # `run` always computes it
-            hidden.mul_(upstream[:, None])
-            for gradient in parameters:
-                assert gradient is not None
-                gradient.mul_(upstream[0])
-        return True
+        if count > 1 and not is_expanded(upstream) and not bool((upstream == upstream[0]).all()):
+            return None
+        one = upstream[0] if len(upstream) else upstream.new_ones(())
+        return [upstream[:, None], *[one] * (count - 1)]

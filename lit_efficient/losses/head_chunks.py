@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_BLOCK = 16_384  # rows of a 16-bit weight whose gradient is summed at a time, which bounds the temporary tensor
+from lit_efficient.internals.torch_products import add_product
 
 
 class MatrixHead:
@@ -41,9 +41,9 @@ class MatrixHead:
         self.weight = values[0]
         self.bias = values[1] if len(values) > 1 else None
         self.needs_hidden = needed[0]
-        self.sums = [
-            torch.zeros_like(value, dtype=self.wide) if need else None for value, need in zip(values, needed[1:])
-        ]
+        self.values = values
+        self.needs = needed[1:]
+        self.sums: list[Tensor | None] = [None] * len(values)
         self.x = hidden
         self.buffer: Tensor | None = None
 
@@ -78,29 +78,27 @@ class MatrixHead:
         Returns:
             Gradient of the chunk's hidden states, [n, H], or ``None`` if it is not needed.
         """
-        weight_sum, *rest = self.sums
-        if rest and rest[0] is not None:
-            rest[0].add_(gradient.sum(0, dtype=self.wide))
+        if len(self.needs) == 2 and self.needs[1]:
+            part = gradient.sum(0, dtype=self.wide)
+            self.sums[1] = part if self.sums[1] is None else self.sums[1].add_(part)
         narrow = gradient
         if gradient.dtype != self.weight.dtype:  # the logits are not needed any more: reuse their buffer
             assert self.buffer is not None
             narrow = self.buffer[: len(gradient)].copy_(gradient)
         with torch.autocast(self.device_type, enabled=False):
-            if weight_sum is not None:
-                self._add_product(weight_sum, narrow)
+            if self.needs[0]:
+                self.sums[0] = add_product(self.sums[0], narrow.T, self.x, self.wide)
             return narrow @ self.weight if self.needs_hidden else None
-
-    def _add_product(self, total: Tensor, gradient: Tensor) -> None:
-        """Add ``gradient^T x`` to ``total`` in the dtype of ``total``."""
-        if gradient.dtype == total.dtype:
-            total.addmm_(gradient.T, self.x)
-            return
-        for rows, columns in zip(total.split(_BLOCK), gradient.split(_BLOCK, dim=1)):
-            rows.add_(columns.T @ self.x)
 
     def gradients(self) -> list[Tensor | None]:
         """Return the summed gradients of the parameters. They are zero if there was no token."""
-        return self.sums
+        found: list[Tensor | None] = []
+        for value, need, total in zip(self.values, self.needs, self.sums):
+            if need and total is None:
+                found.append(torch.zeros_like(value, dtype=self.wide))
+            else:
+                found.append(total)
+        return found
 
 
 class ModuleHead:
@@ -196,11 +194,11 @@ class Sweep(Protocol):
             The outputs, of which only the first is differentiable, and the gradients.
         """
 
-    def scale_gradients(self, gradients: list[Tensor | None], upstream: Tensor) -> bool:
-        """Multiply gradients that were computed for an upstream gradient of ones, in place.
+    def factors(self, count: int, upstream: Tensor) -> Sequence[Tensor] | None:
+        """Return factors that turn ``count`` gradients for an upstream gradient of ones into those for ``upstream``.
 
         Returns:
-            False if that cannot give the gradients for ``upstream``. They must be computed again then.
+            None if no factors do that. The gradients must be computed again then.
         """
 
 
@@ -232,11 +230,23 @@ class _GradientInForward(torch.autograd.Function):
             )
         gradients = ctx.gradients
         ctx.gradients = None  # autograd may keep or change these tensors, so a second backward pass needs new ones
-        if gradients is None or not sweep.scale_gradients(gradients, upstream):
+        factors = None
+        if gradients is not None:
+            factors = sweep.factors(len(gradients), upstream)
+        if factors is None:
             hidden, *parameters = ctx.saved_tensors
             with _forward_state(hidden.device, ctx.random, sweep.autocast):
                 _, gradients = sweep.run(hidden, parameters, ctx.needs_input_grad[1:], upstream)
-        return None, *(g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes))
+            return None, *(g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes))
+        return None, *map(_scaled, gradients, factors, ctx.dtypes)
+
+
+def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if gradient is None:
+        return None
+    if gradient.dtype == dtype:
+        return gradient.mul_(factor)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))  # scale and round in one pass
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -15,11 +15,15 @@ import torch
 from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
 from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
 from torch import Tensor
+from torch.optim.adam import adam
 
+from lit_efficient.internals.torch_dispatch import has_values
 from lit_efficient.optimizers.stepping import loss_of
 
 _PAGED_FROM = 100_000  # elements; bitsandbytes does not page smaller tensors
 _MOMENTS = ("state1", "state2")
+_BLOCK = 256  # codes that share a scale
+_PIECE = 2**16  # elements that a CPU steps at a time, a multiple of the block
 
 
 class _Twin(Optimizer8bit):
@@ -133,6 +137,16 @@ class AdamW8bit(_Twin, Optimizer2State):
     kernel = "adam"
     options = ("lr", "betas", "eps", "weight_decay")
 
+    def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        on_cpu = p.device.type == "cpu" and has_values(p)
+        plain = not self.coupled or p in self.no_decay or not group["weight_decay"]
+        low = self.state[p]["state1"].dtype == torch.uint8
+        if not on_cpu or not plain or not low or not p.is_contiguous():
+            super().update_step(group, p, gindex, pindex)
+            return
+        self.state[p]["step"] += 1
+        _adamw_in_pieces(p, self.state[p], self.get_config(gindex, pindex, group))
+
 
 class Adam8bit(AdamW8bit):
     """Twin of Adam: two moments, and weight decay is added to the gradient."""
@@ -166,6 +180,41 @@ class Adagrad8bit(_Twin, Optimizer1State):
 
     kernel = "adagrad"
     options = ("lr", "lr_decay", "weight_decay", "eps")
+
+
+def _adamw_in_pieces(p: Tensor, state: dict[str, Any], config: dict[str, Any]) -> None:
+    """Step a parameter on a CPU, piece by piece: its moments as floats never leave the cache.
+
+    bitsandbytes' CPU kernel makes five float32 copies of the whole parameter, and passes over them eleven times. Here
+    torch's fused kernel steps each piece in one pass. The moments are rounded as there.
+    """
+    assert p.grad is not None  # step() has looked
+    beta1, beta2 = config["betas"]
+    settings = {"lr": config["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": config["weight_decay"]}
+    settings |= {"eps": config["eps"], "amsgrad": False, "maximize": False}
+    values = p.detach().view(-1).split(_PIECE)
+    gradients = p.grad.reshape(-1).split(_PIECE)
+    moments = []
+    for number in "12":
+        codes = state[f"state{number}"].view(-1).split(_PIECE)
+        moments.append((codes, state[f"absmax{number}"].split(_PIECE // _BLOCK), state[f"qmap{number}"]))
+    for index, (value, gradient) in enumerate(zip(values, gradients)):
+        floats = [_dequantize(codes[index], scales[index], table) for codes, scales, table in moments]
+        wide = value.float()  # the values themselves if they are float32
+        step = torch.tensor(state["step"] - 1.0)  # the kernel counts
+        first, second = ([made] for made in floats)
+        adam([wide], [gradient.float()], first, second, [], [step], fused=True, decoupled_weight_decay=True, **settings)
+        if wide is not value:
+            value.copy_(wide)
+        for made, (codes, scales, table) in zip(floats, moments):
+            new, largest = torch.ops.bitsandbytes.quantize_blockwise(made, table, _BLOCK)
+            codes[index].copy_(new)
+            scales[index].copy_(largest)
+
+
+def _dequantize(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+    made: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(codes, scales, table, _BLOCK, torch.float32)
+    return made
 
 
 def adam_8bit(gradient: Tensor, state: dict[str, object], betas: tuple[float, float], eps: float, step: int) -> Tensor:

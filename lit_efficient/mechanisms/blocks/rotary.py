@@ -73,7 +73,7 @@ def _turns(function: Any, kind: str, device: torch.device) -> bool:
     arguments: tuple[Any, ...] = (x, x, cos, sin)
     tensors_returned = 2
     if kind == "one":
-        arguments = (x, torch.stack((angle.cos(), angle.sin()), dim=1))
+        arguments = (x, torch.stack((cos, torch.cat((-angle.sin(), angle.sin()), dim=-1)), dim=1))
         tensors_returned = 1
     try:
         first_gradient: Tensor | None = None
@@ -129,10 +129,11 @@ def _both(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def _one(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a function of queries or keys and a table ``[B, 2, (1,) T, width / 2]`` that uses Liger's kernel."""
+    """Return a function of queries or keys and the table of our GPT, ``[B, 2, (1,) T, width]``, for Liger's kernel."""
 
     def turn(x: Tensor, table: Tensor) -> object:
-        cos, sin = (half.flatten(0, -3) for half in torch.cat((table, table), dim=-1).to(x.dtype).unbind(1))
+        cos, sin = (values.flatten(0, -3) for values in table.to(x.dtype).unbind(1))
+        sin = sin.roll(sin.shape[-1] // 2, -1)  # the kernel reads the first half, where this table has -sin
         return _Turn.apply(cos, sin, x, x[:, :1].detach())[0]
 
     return turn

@@ -120,12 +120,14 @@ def rotary_table(start: int, stop: int, head_dim: int, theta: float, device: tor
     checkpoint.
 
     Returns:
-        ``[1, 2, stop - start, head_dim / 2]``, float32. The leading 1 prevents techniques from taking it for a batch of
-        two.
+        ``[1, 2, stop - start, head_dim]``, float32: cosines for both halves of a head, and sines, which are negative
+        for the first half. The leading 1 prevents techniques from taking it for a batch of two.
     """
     frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angle = torch.outer(torch.arange(start, stop, dtype=torch.float32, device=device), frequency)
-    return torch.stack((angle.cos(), angle.sin()))[None]
+    cos = angle.cos()
+    sin = angle.sin()
+    return torch.cat((cos, cos, -sin, sin), dim=-1).unflatten(-1, (2, head_dim)).transpose(0, 1)[None]
 
 
 def packed_layout(position_ids: Tensor, length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -138,13 +140,13 @@ def packed_layout(position_ids: Tensor, length: int, head_dim: int, theta: float
         theta: base of the rotary wavelengths.
 
     Returns:
-        The table for `rotate` ``[B, 2, 1, length, head_dim / 2]``, and `document_starts` ``[B, T]``.
+        The table for `rotate` ``[B, 2, 1, length, head_dim]``, and `document_starts` ``[B, T]``.
     """
     whole, device = position_ids.shape[1], position_ids.device
     own = position_ids
     if length != whole:
         own = position_ids[:, own_positions(whole, device)]
-    table = rotary_table(0, whole, head_dim, theta, device)[0][:, own]  # (2, B, length, head_dim / 2)
+    table = rotary_table(0, whole, head_dim, theta, device)[0][:, own]  # (2, B, length, head_dim)
     return table.transpose(0, 1).unsqueeze(2), document_starts(position_ids)
 
 
@@ -153,8 +155,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
     Args:
         x: queries or keys ``[B, heads, T, head_dim]``.
-        table: `rotary_table` ``[1, 2, T, head_dim / 2]``, or one table per row ``[B, 2, T, head_dim / 2]`` or ``[B, 2,
-            1, T, head_dim / 2]``.
+        table: `rotary_table` ``[1, 2, T, head_dim]``, or one table per row ``[B, 2, T, head_dim]`` or ``[B, 2, 1, T,
+            head_dim]``.
 
     Returns:
         Tensor of the shape and format of ``x``.
@@ -163,7 +165,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
         table = table.unsqueeze(2)
     cos, sin = table.to(x.dtype).unbind(1)
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    # Operators on whole heads: four launches on a GPU, forward and backward, and not seven and eight on halves.
+    return x * cos + torch.cat((b, a), dim=-1) * sin
 
 
 def only_kept(mask: Tensor, kept: Tensor) -> Tensor:
@@ -403,6 +406,7 @@ class GPT(nn.Module):
         theta = self.config.constants.rope_theta
         if position_ids is not None:
             rotary, starts = packed_layout(position_ids, input_ids.shape[1], self.config.head_dim, theta)
+            rotary = rotary.to(in_autocast_dtype(x).dtype)
             for block in self.blocks:
                 x = block(x, rotary, None, starts)
             return in_autocast_dtype(self.norm(x))
@@ -411,7 +415,8 @@ class GPT(nn.Module):
             start = 0
         rotary = rotary_table(start, stop, self.config.head_dim, theta, input_ids.device)
         if positions is not None:
-            rotary = rotary[0][:, positions].transpose(0, 1)  # (B, 2, T, head_dim / 2)
+            rotary = rotary[0][:, positions].transpose(0, 1)  # (B, 2, T, head_dim)
+        rotary = rotary.to(in_autocast_dtype(x).dtype)  # once for all blocks
         for index, block in enumerate(self.blocks):
             x = block(x, rotary) if cache is None else block(x, rotary, cache[index])
         return in_autocast_dtype(self.norm(x))

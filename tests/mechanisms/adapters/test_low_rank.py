@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -284,3 +285,101 @@ def test_an_adapter_adds_one_pass_over_the_output(autocast: bool) -> None:
     with _Sizes(3 * 5 * 10) as passes, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         layer(x)
     assert passes.found == ["mm", "addmm"]
+
+
+class _Pair(nn.Module):
+    """Two adapted layers on one input, one of them beside a residual connection."""
+
+    def __init__(self, dtype: torch.dtype, bias: bool) -> None:
+        super().__init__()
+        self.one = nn.Linear(12, 8, bias=bias, dtype=dtype)
+        self.two = nn.Linear(12, 12, bias=bias, dtype=dtype)
+        self.requires_grad_(False)
+        for name in ("one", "two"):
+            add_low_rank(getattr(self, name), name, rank=3, alpha=6.0)
+            nn.init.normal_(getattr(self, name).lora_B)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.two(x)
+        return torch.cat((self.one(x), self.one(y.sin()), y), -1)
+
+
+def _outcome(layer: nn.Module, x: torch.Tensor, *, given: bool = True) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_(given)
+    layer.zero_grad()
+    y = layer(x)
+    (y.float().sin() * torch.arange(y.shape[-1])).sum().backward()
+    return [y.detach(), *([x.grad] if given else []), *(p.grad for p in layer.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+def test_products_of_an_adapter_equal_those_of_plain_operators(
+    how: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+    layer = _Pair(dtype, bias)
+    x = torch.randn(2, 5, 12, dtype=dtype)
+    for given in (True, False):
+        found = []
+        for used in (True, False):
+            if not used:
+                monkeypatch.setattr("lit_efficient.mechanisms.adapters.low_rank.is_differentiated_here", lambda *_: 0)
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                found.append(_outcome(layer, x, given=given))
+        monkeypatch.undo()
+        for ours, plain in zip(*found, strict=True):
+            assert ours.dtype == plain.dtype
+            limit = 1e-5 if how == "float32" else 0.02
+            assert (ours.float() - plain.float()).norm() <= limit * plain.float().norm()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func uses it
+def test_an_adapter_has_second_derivatives_and_those_of_functional_transforms() -> None:
+    torch.manual_seed(0)
+    layer = _Pair(torch.float64, True)
+    x = torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
+    a, b = layer.one.lora_A, layer.one.lora_B
+    assert torch.autograd.gradcheck(lambda *_: layer(x), (x, a, b))
+    assert torch.autograd.gradgradcheck(lambda *_: layer(x), (x, a, b))
+    direction = torch.randn_like(x)
+    slope = torch.func.jvp(layer, (x,), (direction,))[1]
+    step = 1e-6 * direction
+    torch.testing.assert_close(slope, (layer(x + step) - layer(x - step)) / 2e-6, rtol=1e-6, atol=1e-6)
+
+
+def test_kept_products_of_a_recomputed_block_are_not_changed_in_place() -> None:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    torch.manual_seed(0)
+    layer = _Pair(torch.float32, False)
+    x = torch.randn(2, 5, 12)
+    plain = _outcome(layer, x)
+    own = layer.forward
+    context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    layer.forward = lambda x: checkpoint(own, x, use_reentrant=False, context_fn=context)  # type: ignore[method-assign]
+    assert all(torch.equal(*pair) for pair in zip(plain, _outcome(layer, x), strict=True))
+
+
+class _Products(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("given", "products"), [(False, 3), (True, 5)])
+def test_the_backward_pass_of_an_adapter_adds_no_gradients(given: bool, products: int) -> None:
+    """Products for h, A and B, and for x one of the layer and one of the adapter, which adds."""
+    layer = nn.Linear(12, 8, bias=False).requires_grad_(False)
+    add_low_rank(layer, "layer", rank=3, alpha=6.0)
+    x = torch.randn(5, 12, requires_grad=given)
+    y = layer(x)
+    with _Products() as passes:
+        y.backward(torch.ones_like(y))
+    assert "add" not in passes.names
+    assert passes.names.count("mm") + passes.names.count("addmm") == products
