@@ -48,6 +48,8 @@ class NotWidened(nn.Module):
 class Climb(L.LightningModule):
     """The network and training loop of the ladder."""
 
+    widened = False  # norms follow autocast
+
     def __init__(self, rung: Rung) -> None:
         super().__init__()
         self.rung = rung
@@ -58,7 +60,7 @@ class Climb(L.LightningModule):
             shape = SHAPES[self.rung.shape]
             self.net = le.GPT(le.GPTConfig(vocab_size=VOCABULARY, max_length=self.rung.length, **shape))
             for part in self.net.modules():
-                if isinstance(part, nn.RMSNorm):
+                if isinstance(part, nn.RMSNorm) and not self.widened:
                     mix_in(part, NotWidened)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -77,8 +79,9 @@ class Climb(L.LightningModule):
 class RungFit(FitSource):
     """Makes the fit of a rung without materialising weights."""
 
-    def __init__(self, rung: Rung) -> None:
+    def __init__(self, rung: Rung, module: type[Climb] = Climb) -> None:
         self.rung = rung
+        self.module = module
 
     def make(self, change: Change = AS_IT_IS) -> Fit:
         ids = torch.zeros(self.rung.length, dtype=torch.long)
@@ -86,7 +89,7 @@ class RungFit(FitSource):
         trainer = bare_trainer([*self.rung.techniques(), *change.callbacks()])
         rows = [{"ids": ids, "positions": positions}] * (2 * self.rung.batch)
         with torch.device("meta"):
-            return Fit(trainer, Climb(self.rung), DataLoader(rows, self.rung.batch))
+            return Fit(trainer, self.module(self.rung), DataLoader(rows, self.rung.batch))
 
 
 def measured() -> dict[str, float]:

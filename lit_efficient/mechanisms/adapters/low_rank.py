@@ -225,7 +225,7 @@ class _LowRankLinear(LowRank):
         if not plain or self.lora_inside or self.adapter_off:
             return super().forward(x, *args, **kwargs)
         known = unmixed(self).forward is nn.Linear.forward or is_quantized(self)
-        if known:
+        if known and getattr(self, "quant_format", None) != "int8":  # whose output has the dtype of its input
             x = in_autocast_dtype(x)  # once for both products
         if not is_differentiated_here(x, self.lora_A):
             return super().forward(x)

@@ -32,14 +32,15 @@ def is_differentiated_here(x: Tensor, a: Tensor) -> bool:
         return False
     if is_wrapper(x) or is_sharded(x) or is_sharded(a):
         return False
-    return x.dtype == a.dtype or (x.dtype in (torch.bfloat16, torch.float16) and a.dtype == torch.float32)
+    narrow = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and torch.is_autocast_enabled(x.device.type))
+    return x.dtype == a.dtype or (narrow and a.dtype == torch.float32)
 
 
 def rounded(dtype: torch.dtype, *factors: Tensor) -> list[Tensor]:
-    """Return the factors in ``dtype``, without a gradient."""
+    """Return copies of the factors in ``dtype``, without a gradient, or the factors themselves if they have it."""
+    if all(factor.dtype == dtype for factor in factors):
+        return [*factors]  # no other tensors of the same memory: techniques move the memory of parameters
     plain = [factor.detach() for factor in factors]
-    if all(factor.dtype == dtype for factor in plain):
-        return plain
     made = [torch.empty_like(factor, dtype=dtype) for factor in plain]
     foreach_copy_(made, plain)
     return made
