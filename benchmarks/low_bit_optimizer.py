@@ -53,6 +53,12 @@ def schedule_free(module: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def their_own(module: nn.Module) -> torch.optim.Optimizer:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(module.parameters())
+
+
 def measure(make: Make, arguments: argparse.Namespace) -> tuple[float, float]:
     """Return the bytes of state per parameter, and the median seconds of a step."""
     torch.manual_seed(0)
@@ -82,6 +88,7 @@ def main() -> None:
         "torch.optim.AdamW, fused": lambda m: torch.optim.AdamW(m.parameters(), fused=True),
         "FusedAdamW": lambda m: FusedAdamW(m.parameters()),
         "LowBitOptimizer, AdamW, 8 bits, bitsandbytes": low(torch.optim.AdamW),
+        "AdamW8bit of bitsandbytes": their_own,
         "LowBitOptimizer, SGD, 8 bits, bitsandbytes": low(torch.optim.SGD),
         "LowBitOptimizer, Lion, 8 bits, bitsandbytes": low(Lion),
         "Lion": lambda m: Lion(m.parameters()),

@@ -1,20 +1,28 @@
-"""A block of our GPT launches fewer kernels and moves fewer bytes than those of transformers and peft."""
+"""A block of our GPT launches fewer kernels and moves fewer bytes than those of transformers and peft.
+
+By plan, each rung of torchtune's table of peak memory takes less than was published.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.block_counts import counts
+from benchmarks.block_counts import counts, head_counts
+from benchmarks.plan_beside_torchtune import RUNGS, Plain
+from benchmarks.plan_ladder import RungFit
+from lit_efficient import plan
 from lit_efficient.mechanisms.adapters import base
+
+UNSLOTH = 128  # launches of a block with adapters, read in its code
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize(
     ("ours", "theirs", "launches", "gigabytes"),
     [
-        ("all weights, bf16-true", "all weights, transformers", 74, 8.7),
-        ("LoRA, bf16-true", "LoRA, peft", 144, 12.1),
-        ("LoRA, weights in bfloat16, bf16-mixed", "LoRA, peft", 154, 13.8),
+        ("all weights, bf16-true", "all weights, transformers", 55, 8.4),
+        ("LoRA, bf16-true", "LoRA, peft", 97, 10.9),
+        ("LoRA, weights in bfloat16, bf16-mixed", "LoRA, peft", 107, 12.6),
     ],
 )
 def test_a_block_launches_less_and_moves_less(
@@ -25,7 +33,25 @@ def test_a_block_launches_less_and_moves_less(
         [sum(kernels.launches.total() for kernels in both), sum(kernels.bytes.total() for kernels in both)]
         for both in map(counts, (ours, theirs))
     )
-    assert found[0] <= launches
+    assert found[0] <= min(launches, 1.1 * UNSLOTH)
     assert found[1] <= gigabytes * 1e9
-    assert found[0] < 0.75 * peer[0]
-    assert found[1] < 0.6 * peer[1]
+    assert found[0] < 0.52 * peer[0]
+    assert found[1] < 0.56 * peer[1]
+
+
+def test_the_gradient_of_a_head_is_written_once_a_chunk_and_scaled_and_rounded_in_one_pass() -> None:
+    found = head_counts()
+    assert found.launches.total() <= 118
+    assert found.bytes.total() <= 83.5e9
+    chunks = 4
+    total = 4 * 128_256 * 3072  # bytes of the head's gradient in float32
+    assert found.launches["addmm"] == chunks - 1  # the first chunk writes the sum
+    assert found.bytes["addmm"] < (chunks - 1) * 2.4 * total
+    assert found.bytes["mul"] < 1.6 * total  # read in float32, written in bfloat16
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_rung_of_torchtune_s_table_is_planned_below_its_peak(name: str) -> None:
+    published, rung = RUNGS[name]
+    assert plan(RungFit(rung, Plain), device="cuda").peak < published * 2**30

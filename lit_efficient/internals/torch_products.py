@@ -4,10 +4,22 @@ cuBLAS sums such products in float32 and can write the sums. PyTorch offers this
 Elsewhere the product is rounded to 16 bits and widened. Checked with torch 2.13, on tensors without values.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, mm_flop, shape_wrapper
 
 from lit_efficient.internals.torch_as_cuda import kind_of
+
+
+@shape_wrapper
+def _addmm_flop(total: object, a: Any, b: Any, *_: object, out_shape: object = None, **__: object) -> int:
+    """Count an ``addmm``. torch's formula fails if ``out_dtype`` is given, which is the fourth argument."""
+    return int(mm_flop(a, b))
+
+
+flop_registry[torch.ops.aten.addmm] = _addmm_flop
 
 _ROWS = 16_384  # rows of a wide sum that are computed at a time where the product is rounded first
 
