@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -76,3 +77,21 @@ def test_products_of_groups_are_one_operator():
     from lit_efficient.internals.torch_operators import GROUPED_MM, base_name
 
     assert base_name(GROUPED_MM) == "_grouped_mm"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func
+@leans_on("torch", "_C._are_functorch_transforms_active, autograd.forward_ad._current_level", "torch_operators")
+def test_transforms_and_forward_mode_are_seen():
+    from lit_efficient.internals.torch_operators import transformed
+
+    seen = []
+
+    def doubled(x):
+        seen.append(transformed())
+        return 2 * x
+
+    doubled(torch.ones(2))
+    torch.func.vmap(doubled)(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        doubled(torch.ones(2))
+    assert seen == [False, True, True]
