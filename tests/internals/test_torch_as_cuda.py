@@ -55,7 +55,7 @@ def test_autocast_widens_what_it_widens_on_cuda():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func
 @leans_on(
     "torch",
-    "torch._subclasses",
+    "torch._C, torch._subclasses",
     "torch_as_cuda",
 )
 def test_a_norm_of_values_is_torch_s_own_and_has_all_its_derivatives():

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_efficient import ConfigurationError, LoRA, merge_adapters
 from lit_efficient.application import apply
+from lit_efficient.mechanisms.adapters import low_rank_product
 from lit_efficient.mechanisms.adapters.low_rank import (
     ON_INT4,
     VARIANTS,
@@ -325,7 +326,7 @@ def test_products_of_an_adapter_equal_those_of_plain_operators(
         found = []
         for used in (True, False):
             if not used:
-                monkeypatch.setattr("lit_efficient.mechanisms.adapters.low_rank.is_differentiated_here", lambda *_: 0)
+                monkeypatch.setattr(low_rank_product, "is_differentiated_here", lambda *_: False)
             with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
                 found.append(_outcome(layer, x, given=given))
         monkeypatch.undo()
