@@ -7,6 +7,7 @@
                                                 with an image and mask  their Inpaint pipelines
     PixArtTransformer2DModel                    text                    PixArtAlphaPipeline
     SD3Transformer2DModel                       text of three encoders  StableDiffusion3Pipeline
+    others                                      text                    the pipeline from which they came
 
 A pipeline fixes the inputs of its network and its timesteps. A run that needs others is refused with the reason.
 
@@ -24,6 +25,11 @@ from lit_efficient.models.libraries.dit_to_diffusers import NULL_CLASS
 from lit_efficient.models.libraries.folding import fold_labels, fold_timesteps
 
 
+def has_maker(network: object) -> bool:
+    """Return whether :func:`pipeline_for` knows the class of a network."""
+    return type(network).__name__ in _MAKERS
+
+
 def pipeline_for(parts: Parts) -> Pipeline:
     """Return the pipeline that samples like the run. The network of ``parts`` may be changed.
 
@@ -31,11 +37,6 @@ def pipeline_for(parts: Parts) -> Pipeline:
         ConfigurationError: If no pipeline can; the message says why.
     """
     name = type(parts.network).__name__
-    if name not in _MAKERS:
-        raise ConfigurationError(
-            f"export: format diffusers supports {', '.join(_MAKERS)}, and not {name}: use format safetensors for the "
-            "weights alone"
-        )
     size = parts.network.config.sample_size
     if not isinstance(size, int):
         allowed = "one number, because pipelines create square latents"

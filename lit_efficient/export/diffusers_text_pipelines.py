@@ -169,7 +169,7 @@ def _encoders(parts: Parts, pipeline: str, count: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, part in enumerate(encoder.parts, start=1):
         suffix = "" if number == 1 else f"_{number}"
-        found |= {f"text_encoder{suffix}": part.network.cpu(), f"tokenizer{suffix}": _tokenizer(part.tokens)}
+        found |= {f"text_encoder{suffix}": part.network.cpu(), f"tokenizer{suffix}": tokenizer_of(part.tokens)}
     return found
 
 
@@ -210,7 +210,8 @@ def _close(theirs: Tensor, ours: Tensor) -> bool:
     return theirs.shape == ours.shape and torch.allclose(theirs.float(), ours.float(), rtol=1e-3, atol=1e-4)
 
 
-def _tokenizer(tokens: Any) -> Any:
+def tokenizer_of(tokens: Any) -> Any:
+    """Return the tokenizer of transformers for the tokens of captions."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

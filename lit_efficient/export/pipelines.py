@@ -12,8 +12,9 @@ Source: https://huggingface.co/docs/diffusers/main/en/using-diffusers/loading.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +40,6 @@ from lit_efficient.models.libraries.image_condition import ControlledUNet
 from lit_efficient.surgery import WAITS, own_draws, unmixed
 
 if TYPE_CHECKING:
-    from lit_efficient.export.diffusers_parts import Pipeline
     from lit_efficient.models.libraries.latent_codec import LatentCodec
     from lit_efficient.models.libraries.text_encoder import TextEncoder
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion
@@ -96,16 +96,16 @@ def export_pipeline(
     expected = digests(network.state_dict()) if check else {}
     if isinstance(run.module.network, ControlledUNet):
         return _write_controlnet(Path(output), network, run, expected if check else None)
-    made = _pipeline(run.module, network, keep_adapters=lora == "merged")
+    made = _pipeline(run.module, network, keep_adapters=lora == "merged", words=words is not None)
     if check and made.folded:
         expected |= digests({name: network.get_parameter(name) for name in made.folded})
-    adapters = _adapters(run, made.pipeline) if lora == "diffusers" else None
+    adapters = _adapters(run, made.kind) if lora == "diffusers" else None
 
     for note in made.notes:
         print(f"note: {note}", file=sys.stderr)
 
     def write(folder: Path) -> None:
-        made.pipeline.save_pretrained(folder)
+        made.save(folder)
         if adapters is not None:
             tensors, config = adapters
             networks = checkpoint["lit_efficient"]["adapters"]["networks"]
@@ -117,7 +117,7 @@ def export_pipeline(
             write_embeddings(folder, rows, words)
         (folder / "README.md").write_text(_readme(made, run.held, adapters is not None))
         write_sums(folder)
-        finding = check_tensors(folder, "diffusers", expected, _place(made.pipeline)) if check else "not checked"
+        finding = check_tensors(folder, "diffusers", expected, made.part) if check else "not checked"
         print(f"{run.held} weights; {finding}", file=sys.stderr)
 
     return write_folder(Path(output), write, sums=False)  # write() adds the hashes before the check
@@ -219,14 +219,34 @@ def _floats(module: nn.Module, keep_adapters: bool) -> dict[str, Tensor]:
     return without_adapters(module)
 
 
-def _pipeline(module: "LatentDiffusion", network: Any, keep_adapters: bool) -> "Pipeline":
-    from lit_efficient.export.diffusers_parts import Parts
-    from lit_efficient.export.diffusers_pipelines import pipeline_for
+@dataclass(frozen=True)
+class _Made:
+    """A pipeline that can be written."""
 
+    save: Callable[[Path], object]  # write it into a folder
+    kind: Any  # its class
+    part: str  # subfolder of the network
+    call: str  # arguments, as Python, with which it samples like the run
+    absent: tuple[str, ...] = ()  # parts without which it is loaded
+    notes: tuple[str, ...] = ()  # remaining differences from the run, for people
+    folded: tuple[str, ...] = ()  # names of weights that were changed
+
+
+def _pipeline(module: "LatentDiffusion", network: Any, keep_adapters: bool, words: bool) -> _Made:
+    from lit_efficient.export.diffusers_parts import Parts
+    from lit_efficient.export.diffusers_pipelines import has_maker, pipeline_for
+    from lit_efficient.export.origin_pipeline import origin_pipeline, trained_parts
+
+    text = _text_encoder(module, keep_adapters)
+    if not has_maker(network):
+        origin = origin_pipeline(module, network)
+        trained = trained_parts(text, words)
+        save = partial(origin.write, network=network, trained=trained)
+        return _Made(save, origin.kind, origin.part, origin.call(module, network))
     parts = Parts(
         network=network,
         vae=_autoencoder(module.codec),
-        text_encoder=_text_encoder(module, keep_adapters),
+        text_encoder=text,
         process=module.process,
         prediction=module.prediction,
         sampler=module.sampler if module.latent_size is None else module.sampler_at(module.latent_size),
@@ -234,7 +254,12 @@ def _pipeline(module: "LatentDiffusion", network: Any, keep_adapters: bool) -> "
         steps=module.sampling_steps,
         size=module.latent_size,
     )
-    return pipeline_for(parts)
+    made = pipeline_for(parts)
+    pipeline = made.pipeline
+    # SD3 loads without T5 only if both are named.
+    absent = tuple(name for name in ("text_encoder_3", "tokenizer_3") if getattr(pipeline, name, "") is None)
+    part = "unet" if hasattr(pipeline, "unet") else "transformer"
+    return _Made(pipeline.save_pretrained, type(pipeline), part, made.call, absent, made.notes, made.folded)
 
 
 def _text_encoder(module: "LatentDiffusion", keep_adapters: bool) -> "TextEncoder | None":
@@ -264,26 +289,19 @@ def _autoencoder(codec: "LatentCodec | None") -> Any:
     return fold_statistics(codec.autoencoder.network.cpu(), codec.mean, codec.std)
 
 
-def _adapters(run: _Run, pipeline: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _adapters(run: _Run, kind: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return an adapter's tensors and configuration in the format of diffusers' pipelines."""
     recorded = arguments_behind(run.checkpoint, "adapters")
     if recorded is None:
         raise ConfigurationError("export: lora=diffusers is for checkpoints of LoRA, and this one has no adapter")
-    if not hasattr(pipeline, "load_lora_weights"):
-        raise ConfigurationError(f"export: {type(pipeline).__name__} cannot load adapters: use lora=merged")
+    if not hasattr(kind, "load_lora_weights"):
+        raise ConfigurationError(f"export: {kind.__name__} cannot load adapters: use lora=merged")
     network: Any = run.module.network
     arguments = {**recorded, "bias": "none", "modules_to_save": None}  # biases and saved modules are part of the base
     tensors, config = to_peft(
         without_added_rows(whole_state(run.module)), run.checkpoint["lit_efficient"]["adapters"], arguments
     )
     return tensors, config | {"auto_mapping": diffusers_class(network)}
-
-
-def _place(pipeline: Any) -> str:
-    """Return the name of a pipeline's network."""
-    if hasattr(pipeline, "unet"):
-        return "unet"
-    return "transformer"
 
 
 def _controlnet_readme(pipeline: str, run: _Run) -> str:
@@ -300,11 +318,10 @@ images = pipeline({call}).images
 """
 
 
-def _readme(made: "Pipeline", held: str, lora: bool) -> str:
+def _readme(made: _Made, held: str, lora: bool) -> str:
     notes = "".join(f"\nNote: {note}.\n" for note in made.notes)
     loads = '\npipeline.load_lora_weights("FOLDER")' if lora else ""
-    absent = [name for name in ("text_encoder_3", "tokenizer_3") if getattr(made.pipeline, name, "") is None]
-    without = "".join(f", {name}=None" for name in absent)  # SD3 loads without T5 only with these arguments
+    without = "".join(f", {name}=None" for name in made.absent)
     return f"""A pipeline of [diffusers](https://github.com/huggingface/diffusers), with the {held} weights of training.
 
 ```python
