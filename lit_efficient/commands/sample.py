@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +25,8 @@ class Subject:
     stem: str
     label: int | None = None
     prompt: str | None = None
+    image: Path | None = None  # image that the network sees
+    mask: Path | None = None  # part of it to fill in, for inpainting
 
 
 @dataclass
@@ -53,6 +55,10 @@ def run(argv: Sequence[str]) -> int:
     texts = "texts, or one file with a text per line (default: the texts of the run)"
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help=texts)
     parser.add_argument("--negative", metavar="TEXT", help="negative prompt of all images (default: the run's)")
+    seen = "images that the network sees (ControlNet, inpainting, editing): files or folders; each with each prompt"
+    parser.add_argument("--images", nargs="+", metavar="PATH", help=seen)
+    masks = "for inpainting: a mask for each image, white where it is filled in; files, or a folder with the same names"
+    parser.add_argument("--masks", nargs="+", metavar="PATH", help=masks)
     parser.add_argument("--seeds", default="0-3", metavar="0,1,2", help="seeds, also as ranges (default: 0-3)")
     parser.add_argument("--guidance", type=float, help="guidance scale, 1 is none (default: the run's)")
     parser.add_argument("--steps", type=int, help="steps of the sampler (default: the run's)")
@@ -86,7 +92,8 @@ def run(argv: Sequence[str]) -> int:
     for number, (ckpt, name) in enumerate(zip(arguments.ckpt, files)):
         model, about = _loaded(arguments, ckpt)
         if not subjects:  # the same for all checkpoints
-            subjects = subjects_of(model, classes, prompts)
+            pictures = pictures_of(model, arguments.images, arguments.masks)
+            subjects = [with_picture for one in subjects_of(model, classes, prompts) for with_picture in pictures(one)]
         settings = about if len(files) == 1 else {**about, "checkpoint": ", ".join(arguments.ckpt)}
         drawing = _Drawing(model, subjects, seeds, arguments, folder)
         if arguments.before and number == 0:
@@ -185,7 +192,7 @@ def subjects_of(model: Any, classes: Sequence[int] | None, prompts: Sequence[Any
     by_class = [Subject(f"class {i}" if name == str(i) else name, f"class_{i}", i) for i, name in names.items()]
     if not model.shape.takes_text:
         return by_class or [Subject("", "image")]
-    given = prompts or dict.fromkeys(model.in_turn(_SHOWN)["captions"])
+    given = prompts or dict.fromkeys(model.usual_prompts(_SHOWN))
     texts = [Subject(text or "(empty)", f"prompt_{i}", prompt=text) for i, text in enumerate(given)]
     if classes is None:  # the label after the last class means "no class"
         if count:
@@ -193,6 +200,100 @@ def subjects_of(model: Any, classes: Sequence[int] | None, prompts: Sequence[Any
         return texts
     both = [(one, text) for text in texts for one in by_class]
     return [replace(one, name=f"{one.name}: {t.name}", stem=f"{one.stem}_{t.stem}", prompt=t.prompt) for one, t in both]
+
+
+def pictures_of(
+    model: Any, images: Sequence[str] | None, masks: Sequence[str] | None
+) -> Callable[[Subject], list[Subject]]:
+    """Return a function that returns a row of the grid with each of the images that the network sees.
+
+    Args:
+        model: A ``LatentDiffusion``.
+        images: Files or folders.
+        masks: A folder with files of the same names, or a file for each image.
+
+    Raises:
+        ConfigurationError: If the network sees no images, or images or masks are missing.
+    """
+    condition = model.image_condition
+    if condition is None:
+        for option, given in (("--images", images), ("--masks", masks)):
+            if given is not None:
+                raise refusal("sample", option, "left out for a model without image_condition", list(given))
+        return lambda subject: [subject]
+    if images is None:
+        allowed = f"files or folders of images, which the network sees (image_condition.kind {condition.kind})"
+        raise refusal("sample", "--images", allowed, None)
+    files = _image_files("--images", images)
+    pairs: list[Path | None] = [None] * len(files)
+    if condition.kind == "inpaint":
+        if masks is None:
+            raise refusal("sample", "--masks", "a mask for each image, because the network fills in a part", None)
+        held = _image_files("--masks", masks)
+        by_name = {path.stem: path for path in held}
+        pairs = [by_name.get(path.stem) for path in files]
+        if len(masks) == len(files) == len(held) and None in pairs:
+            pairs = [*held]
+        missing = [path.name for path, mask in zip(files, pairs) if mask is None]
+        if missing:
+            raise refusal("sample", "--masks", f"a mask for each image ({missing[0]} has none)", list(masks))
+    elif masks is not None:
+        raise refusal("sample", "--masks", f"left out for image_condition.kind {condition.kind}", list(masks))
+
+    def with_pictures(subject: Subject) -> list[Subject]:
+        rows = []
+        for path, mask in zip(files, pairs):
+            name = f"{path.stem}: {subject.name}" if subject.name else path.stem
+            rows.append(replace(subject, name=name, stem=f"{path.stem}_{subject.stem}", image=path, mask=mask))
+        return rows
+
+    return with_pictures
+
+
+def _image_files(option: str, paths: Sequence[str]) -> list[Path]:
+    from PIL import Image
+
+    found = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            known = Image.registered_extensions()
+            found += sorted(one for one in path.iterdir() if one.suffix.lower() in known)
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise refusal("sample", option, "files or folders that exist", str(path))
+    if not found:
+        raise refusal("sample", option, "at least one image", list(paths))
+    stems = [path.stem for path in found]
+    twice = [stem for stem in stems if stems.count(stem) > 1]
+    if twice:
+        raise refusal("sample", option, f"images of different names ({twice[0]} occurs twice)", list(paths))
+    return found
+
+
+def _pictures(model: Any, subjects: Sequence[Subject]) -> dict[str, Any]:
+    """Return images and masks of rows, cropped to the size of the trained images."""
+    import torch
+
+    from lit_efficient.data.images.image_pixels import UnreadableImage
+    from lit_efficient.data.images.image_view import ImageView
+
+    if subjects[0].image is None:
+        return {}
+    size = tuple(model.codec.factor * side for side in model.latent_size)
+    view = ImageView(channels="grey" if model.codec.image_channels == 1 else "rgb")
+
+    def read(path: Path, look: Callable[..., Any]) -> Any:
+        try:
+            return look(path.read_bytes(), size, (0, 0), 0)
+        except UnreadableImage as error:
+            raise refusal("sample", "--images and --masks", f"images that can be read ({error})", str(path)) from error
+
+    found = {"pictures": torch.stack([read(one.image, view.look) for one in subjects if one.image is not None])}
+    masks = [read(one.mask, view.look_mask) for one in subjects if one.mask is not None]
+    if masks:
+        found["masks"] = torch.stack(masks)
+    return found
 
 
 def _grid_file(output: Path) -> Path:
@@ -278,6 +379,7 @@ class _Drawing:
                 labels=None if None in labels else labels,
                 captions=None if None in prompts else prompts,
                 negative=self.negative,
+                **_pictures(self.model, [subject for subject, _ in some]),
             )
             for (subject, seed), image in zip(some, images[start:]):
                 self._write(image, subject, seed, name, about)
@@ -293,7 +395,14 @@ class _Drawing:
             return
         from lit_efficient.files.pictures import draw_grid, write_picture
 
-        notes = {"class": subject.label, "prompt": subject.prompt, "seed": seed, "negative": self.negative}
+        seen = None if subject.image is None else str(subject.image)
+        notes = {
+            "class": subject.label,
+            "image": seen,
+            "prompt": subject.prompt,
+            "seed": seed,
+            "negative": self.negative,
+        }
         notes = about | {key: value for key, value in notes.items() if value is not None}
         ending = f"_{name.replace('/', '_')}" if name else ""
         write_picture(draw_grid(image[None], 1), self.folder / f"{subject.stem}_seed_{seed}{ending}.png", notes)

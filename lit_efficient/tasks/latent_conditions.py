@@ -27,6 +27,7 @@ class Conditioning:
     encoder: TextEncoder | None  # of captions; without one, batches contain their embeddings
     empty: EmptyCaption | None = None  # condition of hidden captions; None: encoded
     live: bool = False  # the encoder trains, so that stored embeddings are not those of its present weights
+    stored: bool = False  # batches have embeddings: the encoder, which only embeds a few prompts, stays on the CPU
 
     def check(self, num_classes: int | None = None) -> None:
         """Check that the classes of the data and the text encoder fit the network.
@@ -117,7 +118,8 @@ class Conditioning:
                     f"LatentDiffusion: {self.shape.name} takes text, but there is no text encoder for the captions: "
                     "add one to the data (text_encoder), or set the module's text_encoder"
                 )
-            text, mask, pooled = self.encoder.encode(list(captions), device, negative)
+            place = torch.device("cpu") if self.stored else device
+            text, mask, pooled = self.encoder.encode(list(captions), place, negative)
         if self.encoder is not None and not self.encoder.hides_padding:
             mask = None
         if mask is not None and not self.shape.masks_text:
@@ -251,7 +253,7 @@ class Prompts:
         if not self.images:
             raise ConfigurationError(
                 "LatentDiffusion: the network sees images, and none are known to sample with: validate once, predict "
-                "on data with condition images, or export the network to diffusers"
+                "on data with condition images, or give images to `sample` (--images)"
             )
         return torch.stack([self.images[i % len(self.images)] for i in range(count)])
 

@@ -183,7 +183,7 @@ class LatentDiffusion(LatentGenerator):
         self._by_noise = LossByNoise()
         self._judged = True
         if self.image_condition is not None:
-            self.commands_after_fit = ()  # `sample` has no images for the network
+            self.commands_after_fit = ()  # `sample` needs images of the user for the network
 
     @property
     def reads(self) -> tuple[str, ...]:

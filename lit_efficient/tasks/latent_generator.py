@@ -163,6 +163,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         self.text_encoder: TextEncoder | None = None  # frozen
         self.live_text: LiveText | None = None  # the same encoder with the networks that train
         self.text_networks: nn.ModuleDict | None = None  # these networks
+        self.text_is_stored = False  # batches have embeddings of captions
         self.latent_size: tuple[int, int] | None = None
         self.class_names: list[str] = []  # of the training data
 
@@ -175,7 +176,8 @@ class LatentGenerator(ChecksTypes, LightningModule):
     def conditioning(self) -> Conditioning:
         """Builder of the network's conditions."""
         encoder = self.live_text or self.text_encoder
-        return Conditioning(self.shape, encoder, self.sampler.empty_prompt, live=self.live_text is not None)
+        live = self.live_text is not None
+        return Conditioning(self.shape, encoder, self.sampler.empty_prompt, live, self.text_is_stored and not live)
 
     def check_latents(self, channels: int, height: int, width: int) -> None:
         """Raise ConfigurationError for latents that do not fit the backbone."""
@@ -217,6 +219,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         if data.codec is not None:
             self.codec = data.codec
         self.text_encoder = getattr(data, "text_encoder", None) or self.text_encoder
+        self.text_is_stored = getattr(data, "caches_text", False)
         if stage == "fit":
             scaling = getattr(data, "latent_scaling", None)
             if data.codec is not None:
@@ -227,7 +230,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         self.conditioning.check(data.num_classes)
         self._check_nothing()
         if self.text_training is not None and stage == "fit":
-            held = getattr(data, "caches_text", False)
+            held = self.text_is_stored
             allowed = (
                 "null with cached embeddings of captions: set cached_text: false in LatentData to encode them live"
             )
@@ -440,19 +443,46 @@ class LatentGenerator(ChecksTypes, LightningModule):
         labels: Sequence[int] | None = None,
         captions: list[str] | None = None,
         negative: str | None = None,
+        pictures: Tensor | None = None,
+        masks: Tensor | None = None,
     ) -> Tensor:
         """Sample one image for each seed, with its label and caption, and a negative prompt: uint8 [N, C, H, W].
 
         An image does not depend on the others: its noise is that of ``sample`` for one image with this seed.
+
+        Args:
+            seeds: Seed of each image.
+            labels: Classes.
+            captions: Captions.
+            negative: Negative prompt.
+            pictures: Images [N, C, H, W] in [-1, 1] that the network sees, for a module with an image condition.
+            masks: Parts of the pictures to fill in, [N, 1, H, W] in [0, 1], for inpainting.
         """
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         given = None if labels is None else torch.tensor(labels)
-        return to_uint8(
-            self._decode(self.sample(given, generators, captions=captions, negative=negative, count=len(seeds)))
-        )
+        image = None
+        if self.image_condition is not None and pictures is not None:
+            seen = []
+            for number, generator in enumerate(generators):  # each draws its own sample of the posterior
+                row = {"condition": pictures[number : number + 1], "images": pictures[number : number + 1]}
+                if masks is not None:
+                    row["mask"] = masks[number : number + 1]
+                seen.append(image_input(row, self.image_condition, self.codec, self.device, generator)[0])
+            image = torch.cat(seen)
+        asked: dict[str, Any] = {"captions": captions, "negative": negative, "count": len(seeds), "image": image}
+        return to_uint8(self._decode(self.sample(given, generators, **asked)))
+
+    def usual_prompts(self, count: int) -> list[str]:
+        """Return the captions of samples, repeated as necessary."""
+        return self._prompts.first(count)
 
     def check_before_training(self) -> None:
         """Raise ConfigurationError if there was no network before training that could be sampled."""
+        if self.image_condition is not None and not has_frozen_base(self):
+            raise ConfigurationError(
+                "LatentDiffusion: the network before training is not drawn with image_condition, because it may see no "
+                "images, except below adapters: leave --before out"
+            )
         if not has_frozen_base(self) and not _is_pretrained(self.origin):
             raise ConfigurationError(
                 "LatentDiffusion: the network before training has random weights, because backbone names no pretrained "

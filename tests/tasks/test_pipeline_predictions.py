@@ -255,6 +255,20 @@ def one_file(pipeline: Any) -> dict[str, torch.Tensor]:
         names[f"up_blocks.1.resnets.{layer}"] = f"output_blocks.{2 + layer}.0"
         names[f"up_blocks.1.attentions.{layer}"] = f"output_blocks.{2 + layer}.1"
     unet = renamed(pipeline.unet, names, RESNET)
+    vae = original_vae(pipeline.vae)
+    found = {f"model.diffusion_model.{name}": tensor for name, tensor in unet.items()}
+    found |= {f"first_stage_model.{name}": tensor for name, tensor in vae.items()}
+    first = "cond_stage_model.transformer"
+    if hasattr(pipeline, "text_encoder_2"):
+        first = "conditioner.embedders.0.transformer"
+        found |= open_clip(pipeline.text_encoder_2, "conditioner.embedders.1.model.")
+    for name, tensor in pipeline.text_encoder.state_dict().items():
+        found[f"{first}.text_model.{name.removeprefix('text_model.')}"] = tensor
+    return {name: tensor.clone().contiguous() for name, tensor in found.items()}
+
+
+def original_vae(vae: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of an autoencoder of four blocks a side under the names of its authors."""
     of_vae = {"quant_conv": "quant_conv", "post_quant_conv": "post_quant_conv"}
     for side in ("encoder", "decoder"):
         of_vae |= {f"{side}.{name}": f"{side}.{name}" for name in ("conv_in", "conv_out")}
@@ -267,16 +281,7 @@ def one_file(pipeline: Any) -> dict[str, torch.Tensor]:
             of_vae[f"encoder.down_blocks.{block}.resnets.{layer}"] = f"encoder.down.{block}.block.{layer}"
             of_vae[f"decoder.up_blocks.{block}.resnets.{layer}"] = f"decoder.up.{3 - block}.block.{layer}"
     attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
-    vae = renamed(pipeline.vae, of_vae, {"conv_shortcut": "nin_shortcut"} | attention)
-    found = {f"model.diffusion_model.{name}": tensor for name, tensor in unet.items()}
-    found |= {f"first_stage_model.{name}": tensor for name, tensor in vae.items()}
-    first = "cond_stage_model.transformer"
-    if hasattr(pipeline, "text_encoder_2"):
-        first = "conditioner.embedders.0.transformer"
-        found |= open_clip(pipeline.text_encoder_2, "conditioner.embedders.1.model.")
-    for name, tensor in pipeline.text_encoder.state_dict().items():
-        found[f"{first}.text_model.{name.removeprefix('text_model.')}"] = tensor
-    return {name: tensor.clone().contiguous() for name, tensor in found.items()}
+    return renamed(vae, of_vae, {"conv_shortcut": "nin_shortcut"} | attention)
 
 
 def open_clip(encoder: Any, prefix: str) -> dict[str, torch.Tensor]:
@@ -315,6 +320,35 @@ def renamed(network: Any, names: dict[str, str], parts: dict[str, str]) -> dict[
                 rest = parts[part] + rest.removeprefix(part)
         found[f"{names[prefix]}.{rest}"] = tensor
     return found
+
+
+def test_a_refiner_is_refused(tmp_path: Path) -> None:
+    import diffusers
+
+    base = tiny_pipelines.sdxl()
+    kind: Any = diffusers.StableDiffusionXLImg2ImgPipeline
+    unet = tiny_pipelines.network(
+        tiny_pipelines.SDXL, cross_attention_dim=32, projection_class_embeddings_input_dim=5 * 4 + 6
+    )
+    second = {"text_encoder_2": base.text_encoder_2, "tokenizer_2": base.tokenizer_2}
+    refiner = kind(
+        base.vae, None, tokenizer=None, unet=unet, scheduler=base.scheduler, requires_aesthetics_score=True, **second
+    )
+    refiner.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"is a refiner of SDXL, .*: name the base pipeline"):
+        LatentDiffusion(DiffusersModelConfig(str(tmp_path)), samples=Samples(0))
+
+
+def test_encoders_stay_on_the_cpu_where_batches_have_embeddings(tmp_path: Path) -> None:
+    """A T5 would fill a GPU for the empty caption alone."""
+    tiny_pipelines.written("sdxl", tmp_path, zeros=False)
+    module = ours_from(tmp_path)
+    module.text_is_stored = True
+    found = module.conditioning.null(torch.device("meta"))
+    assert found.text is not None
+    assert found.text.is_meta
+    assert module.text_encoder is not None
+    assert {p.device.type for part in module.text_encoder.parts for p in part.network.parameters()} == {"cpu"}
 
 
 def test_a_pipeline_is_read_where_modules_are_built_without_memory(tmp_path: Path) -> None:

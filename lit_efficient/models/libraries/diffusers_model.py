@@ -270,6 +270,8 @@ def check_single_file(owner: str, name_or_path: str | None, config: str | None) 
     path = Path(name_or_path or "").expanduser()
     if config is not None and (path.suffix != ".safetensors" or not path.is_file()):
         raise refusal(owner, "name_or_path", "an existing .safetensors file with config", name_or_path)
+    if config is not None:  # without accelerate, diffusers leaves weights that the file lacks at random values
+        check_installed(f"{owner}: {name_or_path}, a checkpoint in one file,", "diffusers", "accelerate")
 
 
 def _from_single_file(spec: DiffusersModelConfig, kind: Any, changed: dict[str, Any]) -> nn.Module:

@@ -119,6 +119,11 @@ def read_meaning(name_or_path: str, subfolder: str = "", revision: str | None = 
     """
     root, _ = pipeline_root(name_or_path, subfolder)
     index = _read(root, _INDEX, revision)
+    if (index or {}).get("requires_aesthetics_score"):
+        raise ConfigurationError(
+            f"{root} is a refiner of SDXL, whose network takes an aesthetics score in the place of a size, and one "
+            "text encoder. Training it is not supported: name the base pipeline"
+        )
     fields = _read(root, _SCHEDULER, revision)
     if fields is None:
         if index is None:
