@@ -550,7 +550,7 @@ def test_a_step_by_pieces_on_a_cpu_equals_that_of_bitsandbytes() -> None:
         found.append((p.detach(), optimizer.state[p]))
     (ours, state), (theirs, reference) = found
     # Sums are rounded in another order, so a few values between two codes get the other one.
-    assert ((ours - theirs).abs() < 1e-6).float().mean() > 0.999
+    assert ((ours - theirs).abs() < 5e-6).float().mean() > 0.999
     assert (ours - theirs).abs().max() < 1e-2
     for name in ("state1", "state2"):
         assert (state[name].int() - reference[name].int()).abs().max() <= 1
