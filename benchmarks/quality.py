@@ -188,6 +188,17 @@ def _layersync() -> list[Any]:
     return [le.HiddenAlignment(1, 3, weight=0.2, projection="none")]
 
 
+def _self_flow(task: str) -> list[Arm]:
+    """Return Self-Flow, and the average of the weights that it needs alone."""
+    average = partial(le.EMA, 0.99, None)
+    align = partial(le.HiddenAlignment, 1, "average.3", weight=0.8, projection="mlp2")
+    settings = {"timestep_sampling": le.TimestepSampling("logit_normal", second_share=0.25)}
+    return [
+        Arm(task, "HiddenAlignment Self-Flow", lambda: [average(), align()], settings=settings),
+        Arm(task, "EMA of Self-Flow alone", lambda: [average()]),
+    ]
+
+
 def _everywhere(task: str) -> list[Arm]:
     """What is for any training."""
     return [
@@ -226,6 +237,7 @@ ARMS = [
     Arm("digits", "HiddenAlignment iREPA", partial(_repa, **_IREPA)),
     Arm("digits", "HiddenAlignment REG", partial(_repa, head=le.AlignmentHead(class_layer="")), settings=_REG),
     Arm("digits", "HiddenAlignment LayerSync", _layersync),
+    *_self_flow("digits"),
     Arm("digits", "HiddenAlignment until half", partial(_repa, stop_at=160)),
     Arm("digits", "HiddenAlignment until conflict", partial(_repa, stop_at=le.GradientConflict(every=10))),
     *(Arm("digits", f"SNRWeighting {rule}", lambda rule=rule: [le.SNRWeighting(rule)]) for rule in RULES),
@@ -234,6 +246,7 @@ ARMS = [
     *(Arm("photos", f"TokenRouting {said}", lambda how=how: [le.TokenRouting(0.5, **how)]) for said, how in _ROUTED),
     Arm("photos", "ContrastiveFlowMatching", lambda: [le.ContrastiveFlowMatching()]),
     Arm("photos", "HiddenAlignment LayerSync", _layersync),
+    *_self_flow("photos"),
     Arm("photos", "ResolutionRamp", lambda: [le.ResolutionRamp(0.5, 0.3, multiple_of=2)]),
     Arm("python", BASELINE),
     *_everywhere("python"),
