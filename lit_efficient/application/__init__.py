@@ -92,15 +92,15 @@ def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) ->
     _check_initialised(module, acting)
     for technique in acting:
         record = technique.record()
-        earlier = next((entry.record for entry in done if entry.record["name"] == record["name"]), None)
+        earlier = next((entry for entry in done if entry.record["name"] == record["name"]), None)
         if earlier is None:
             _check_order(record, done)
             _check_sharding(technique, module)
             report = technique.transform(module).checked(record["name"])
             # A file that a technique has read may have given it further arguments.
-            done.append(Entry(technique.record(), report, type(technique)))
-        elif earlier["arguments"] != record["arguments"]:
-            changes = differences(earlier["arguments"], record["arguments"])
+            done.append(Entry(technique.record(), report, type(technique), record["arguments"]))
+        elif record["arguments"] not in (earlier.record["arguments"], earlier.asked):
+            changes = differences(earlier.record["arguments"], record["arguments"])
             raise ConfigurationError(
                 f"{record['name']} was applied to this module by an earlier run with other arguments ({changes}); "
                 "use the same ones, or build the module again"

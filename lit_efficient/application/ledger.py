@@ -64,6 +64,7 @@ class Entry:
     record: dict[str, Any]
     report: Report
     kind: type[Declaration]
+    asked: dict[str, Any]  # arguments before the transform, which may read further ones from a file
 
 
 def ledger(module: nn.Module) -> list[Entry]:

@@ -245,7 +245,13 @@ def check_lora(folder: Path, parts: Sequence[Fields], expected: Mapping[str, Ten
             f"export: {found['loader']} loads other adapters than were trained: {len(found['wrong'])} of "
             f"{len(expected)} differ or are missing, first {first!r}"
         )
-    return f"{found['loader']} loads the {found['layers']} adapted layers that were trained"
+    if found["wrong_kohya"]:
+        raise CheckpointError(
+            f"export: kohya.safetensors has other adapters than were trained: {len(found['wrong_kohya'])} of "
+            f"{len(expected)} differ or are missing, first {found['wrong_kohya'][0]!r}"
+        )
+    finding = f"{found['loader']} loads the {found['layers']} adapted layers that were trained"
+    return f"{finding}, and kohya.safetensors has the same updates" if found["kohya"] else finding
 
 
 def _ask(folder: Path, library: str, request: Fields, fill: Callable[[Path], object]) -> Any:
@@ -283,7 +289,7 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
     if request["library"] == "safetensors":
         return {"digests": digests(load_tensors(folder / "model.safetensors"))}
     if "lora" in request:
-        from lit_efficient.export.diffusers_lora_check import loaded_updates
+        from lit_efficient.export.diffusers_lora_check import kohya_updates, loaded_updates
 
         expected = load_tensors(place / "ours.safetensors")
         found, loader = loaded_updates(folder, request["lora"])
@@ -292,7 +298,18 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
             if not difference(expected[key], found[key], _SAME) <= _SAME:
                 wrong.append(key)
         layers = sum(not key.endswith(".magnitude") for key in found)
-        return {"wrong": wrong, "layers": layers, "loader": loader}
+        kohya = kohya_updates(folder, request["lora"])
+        wrong_kohya = []
+        for key in kohya.keys() | (expected.keys() if kohya else set()):
+            wanted = expected.get(key)
+            if wanted is None:  # a part of a layer that the authors stack
+                fits = key in kohya and not kohya[key].any()
+            else:
+                fits = key in kohya and difference(wanted, kohya[key], _SAME) <= _SAME
+            if not fits:
+                wrong_kohya.append(key)
+        answer = {"wrong": wrong, "layers": layers, "loader": loader}
+        return answer | {"kohya": len(kohya), "wrong_kohya": sorted(wrong_kohya)}
     if request["library"] == "diffusers":
         import diffusers
 

@@ -4,6 +4,7 @@
 
 The networks get no weights, so that only the adapters take memory. The loader is ``load_lora_weights`` of
 a pipeline with these networks; ``load_lora_adapter`` of the network if no pipeline has it; else peft's own.
+The file in kohya's format is read by the reader of ``start_from``.
 """
 
 import inspect
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_efficient.mechanisms.adapters.diffusers_lora import skeleton
-from lit_efficient.mechanisms.adapters.lora_files import places_of
+from lit_efficient.mechanisms.adapters.diffusers_lora import KOHYA_FILE, skeleton
+from lit_efficient.mechanisms.adapters.lora_files import placed_factors, places_of, read_lora_file
 from lit_efficient.mechanisms.adapters.low_rank import scale_of
 
 _Part = Mapping[str, Any]  # see `peft_folder.placement`
@@ -60,6 +61,29 @@ def loaded_updates(folder: Path, parts: Sequence[_Part]) -> tuple[dict[str, Tens
                 if adapter in layer.lora_magnitude_vector:
                     found[f"{key}.magnitude"] = layer.lora_magnitude_vector[adapter].weight.flatten().float()
     return found, loader
+
+
+def kohya_updates(folder: Path, parts: Sequence[_Part]) -> dict[str, Tensor]:
+    """Return the updates of the file in kohya's format by the names of :func:`loaded_updates`; nothing without it.
+
+    Layers that the authors stack are taken apart, so that parts without adapters have updates of zero.
+    """
+    if not (folder / KOHYA_FILE).is_file():
+        return {}
+    places = places_of(parts)
+    root = torch.nn.ModuleDict({places[part["name"]]: skeleton(part) for part in parts})
+    file = read_lora_file(folder / KOHYA_FILE, "export")
+    fields = file.fields()
+    scale = fields["alpha"] / fields["rank"]
+    factors = placed_factors(file, root, fields["rank"], scale)
+    found = {}
+    for key, tensor in factors.items():
+        name, _, kind = key.rpartition(".")
+        if kind == "lora_A":
+            found[name] = scale * _product(tensor, factors[f"{name}.lora_B"])
+        if kind == "lora_magnitude":
+            found[f"{name}.magnitude"] = tensor.flatten().float()
+    return found
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ def trained(folder: Path, kind: str) -> LatentDiffusion:
 def sampled(folder: Path, *options: str) -> list[Any]:
     """The images that the command writes, in the order of their names."""
     common = ["--ckpt", str(folder / "run.ckpt"), "--output", str(folder / "out"), "--device", "cpu"]
-    common += ["--prompts", "a cat", "--seeds", str(SEED), "--steps", "3"]
+    common += ["--prompts", "a cat", "--seeds", str(SEED), "--steps", "4"]
     assert main(["sample", *common, *options]) == 0
     paths = sorted(path for path in (folder / "out").glob("*.png") if path.name != "grid.png")
     return [np.asarray(Image.open(path)).astype(int) for path in paths]
@@ -72,7 +72,7 @@ def test_a_controlnet_draws_what_its_pipeline_draws(tmp_path: Path) -> None:
     pipeline.set_progress_bar_config(disable=True)
     noise = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(SEED))
     for path, ours in zip(paths, found):
-        given = {"image": Image.open(path), "latents": noise, "guidance_scale": 5.0, "num_inference_steps": 3}
+        given = {"image": Image.open(path), "latents": noise, "guidance_scale": 5.0, "num_inference_steps": 4}
         [theirs] = pipeline("a cat", **given).images
         assert np.abs(np.asarray(theirs).astype(int) - ours).max() <= 1
 
@@ -94,7 +94,7 @@ def test_inpainting_draws_what_its_pipeline_draws(tmp_path: Path) -> None:
         torch.randn(1, 4, 8, 8, generator=draws)  # of the posterior of the masked image
         noise = torch.randn(1, 4, 8, 8, generator=draws)
         given = {"image": Image.open(path), "mask_image": Image.open(mask), "strength": 1.0, "guidance_scale": 5.0}
-        again = {"generator": torch.Generator().manual_seed(SEED), "latents": noise, "num_inference_steps": 3}
+        again = {"generator": torch.Generator().manual_seed(SEED), "latents": noise, "num_inference_steps": 4}
         [theirs] = pipeline("a cat", height=64, width=64, **given, **again).images
         assert np.abs(np.asarray(theirs).astype(int) - ours).max() <= 1
 
@@ -107,7 +107,7 @@ def test_an_edit_sees_the_image_and_each_image_gets_each_prompt(tmp_path: Path) 
     for path, ours in zip(paths, found, strict=True):
         pixels = torch.tensor(np.asarray(Image.open(path))).permute(2, 0, 1)[None] / 127.5 - 1
         image, _ = image_input({"condition": pixels}, module.image_condition, module.codec, module.device)
-        module.guidance_scale, module.sampling_steps = 1.0, 3
+        module.guidance_scale, module.sampling_steps = 1.0, 4
         latents = module.sample(
             captions=["a cat"], generator=[torch.Generator().manual_seed(SEED)], image=image, count=1
         )

@@ -3,6 +3,7 @@
     unet.down_blocks.1.attentions.0....to_q.lora_A.weight      diffusers, and ai-toolkit
     lora_unet_input_blocks_4_1_..._to_q.lora_down.weight       kohya, by the names of diffusers or of the authors
     diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight ComfyUI and Black Forest Labs
+    double_blocks.0.processor.qkv_lora1.down.weight            XLabs
     lora_te1_text_model_encoder_layers_0_...                   text encoders
 
 The layers of a file are found by the names of the network's own layers. Each layer may have its own rank and ``alpha``.
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError, listed
 from lit_efficient.files.checkpoints import Fields
 from lit_efficient.files.tensors import load_tensors, map_tensors
-from lit_efficient.models.libraries.original_names import OriginalLayer, original_layers
+from lit_efficient.models.libraries.original_names import OriginalLayer, original_layers, xlabs_layers
 from lit_efficient.surgery import unmixed
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # name of the file that pipelines of diffusers save and load
@@ -50,6 +51,7 @@ _ENDS = {
     r"\.lora_A(\.\w+)?\.weight": "down", r"\.lora_B(\.\w+)?\.weight": "up",
     r"[._]lora\.down\.weight": "down", r"[._]lora\.up\.weight": "up",
     r"\.lora_linear_layer\.down\.weight": "down", r"\.lora_linear_layer\.up\.weight": "up",
+    r"(?<=_lora[12])\.down\.weight": "down", r"(?<=_lora[12])\.up\.weight": "up",
     r"\.dora_scale": "magnitude", r"\.lora_magnitude_vector(\.\w+)?": "magnitude", r"\.alpha": "alpha",
     r"\.(?P<lycoris>lokr_w[12](_[ab])?|lokr_t2|hada_[wt][12](_[ab])?)": "",
 }  # fmt: skip
@@ -315,7 +317,7 @@ def _aliases(network: nn.Module) -> dict[str, OriginalLayer]:
             for ours, earlier in (("q_proj", "to_q"), ("k_proj", "to_k"), ("v_proj", "to_v"), ("out_proj", "to_out")):
                 found.setdefault(_flat(one.replace(f"self_attn.{ours}", f"self_attn.{earlier}")), layer)
             found.setdefault(_flat(one), layer)
-    for layer in original_layers(network):
+    for layer in [*original_layers(network), *xlabs_layers(network)]:
         found.setdefault(_flat(layer.name), layer)
     return found
 

@@ -6,13 +6,14 @@
     lora_unet_NAME.lokr_w1, .lokr_w2_a, ..., .alpha      kohya's names for a UNet
     lycoris_NAME.hada_w1_a, ..., .alpha                  LyCORIS's own, for any network
 
+Layers that the authors of SD3 and Flux stack are split for LoHa. Kronecker factors of LoKr cannot be split.
 s is alpha divided by the rank of the factors, and 1 where w1 and w2 are whole.
 Source: Yeh et al. (2023), https://arxiv.org/abs/2309.14859; https://github.com/KohakuBlueleaf/LyCORIS.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from lit_efficient.models.libraries.original_names import original_layers
 
 LYCORIS_FILE = "lycoris.safetensors"
 _PEFT = "base_model.model."
+_ROWS = ("hada_w1_a", "hada_w2_a")  # factors of LoHa with a row for each output
+_LOHA = {*_ROWS, "hada_w1_b", "hada_w2_b", "alpha"}  # without the kernels of Tucker's decomposition
 _WHOLE = 10_000  # a rank at which peft keeps w2 whole, as in LyCORIS's configurations
 
 
@@ -58,20 +61,22 @@ def read_lycoris(place: str, root: nn.Module) -> tuple[dict[str, Any], dict[str,
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     parts: dict[str, Mapping[str, Tensor]] = {}
-    for _, own, original, _ in placed_layers(file, root):
-        if len(original.parts) > 1 or original.swapped:
+    for _, own, original, prefix in placed_layers(file, root):
+        if (len(original.parts) > 1 or original.swapped) and not own.keys() <= _LOHA:
             raise ConfigurationError(
                 f"PeftAdapter: {place} adapts {original.name} as one layer, which diffusers splits into "
                 f"{', '.join(original.parts)}: such a product cannot be split. Use a file by the names of diffusers"
             )
-        (name,) = original.parts
-        parts[name] = {kind: tensor for kind, tensor in own.items() if kind != "alpha"}
-        rank = _rank(parts[name])
-        ranks[name] = rank or _WHOLE
-        alphas[name] = ranks[name]
-        if rank and "alpha" in own:
-            alphas[name] = float(own["alpha"])
-        tensors |= {f"{_PEFT}{name}.{kind}": tensor.float() for kind, tensor in parts[name].items()}
+        layers: list[Any] = [root.get_submodule(prefix + name) for name in original.parts]
+        rows = [len(layer.weight) for layer in layers]
+        for name, factors in zip(original.parts, _split_rows(own, rows, original.swapped)):
+            parts[name] = factors
+            rank = _rank(factors)
+            ranks[name] = rank or _WHOLE
+            alphas[name] = ranks[name]
+            if rank and "alpha" in own:
+                alphas[name] = float(own["alpha"])
+            tensors |= {f"{_PEFT}{name}.{kind}": tensor.float() for kind, tensor in factors.items()}
     everything = [name for name, _ in root.named_modules() if name]
     options: dict[str, Any] = {"peft_type": file.method.upper(), "target_modules": target_modules(parts, everything)}
     options |= _with_patterns("r", "rank_pattern", ranks) | _with_patterns("alpha", "alpha_pattern", alphas)
@@ -79,6 +84,26 @@ def read_lycoris(place: str, root: nn.Module) -> tuple[dict[str, Any], dict[str,
     if file.method == "lokr":
         options |= _decomposition(file, root, parts)
     return options, tensors
+
+
+def _split_rows(own: Mapping[str, Tensor], rows: Sequence[int], swapped: bool) -> list[dict[str, Tensor]]:
+    """Return the factors of each of the layers that the authors stack: a row of LoHa needs that row of w1_a and w2_a.
+
+    Args:
+        own: Factors of the authors' layer.
+        rows: Outputs of each layer of diffusers; a single one takes all factors as they are.
+        swapped: Whether the halves of the outputs change places.
+    """
+    factors = {kind: tensor for kind, tensor in own.items() if kind != "alpha"}
+    if len(rows) == 1 and not swapped:
+        return [factors]
+    split = {}
+    for kind in _ROWS:
+        whole = factors.pop(kind)
+        if swapped:
+            whole = torch.cat(whole.chunk(2)[::-1])
+        split[kind] = whole.split(list(rows))
+    return [factors | {kind: split[kind][number] for kind in _ROWS} for number in range(len(rows))]
 
 
 def write_lycoris(folder: Path, tensors: Mapping[str, Tensor], options: Mapping[str, Any], network: nn.Module) -> None:

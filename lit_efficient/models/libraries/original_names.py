@@ -3,6 +3,7 @@
     Stable Diffusion, SDXL    input_blocks.4.1.transformer_blocks.0.attn1.to_q       (kohya's SDXL files)
     SD3                       joint_blocks.0.x_block.attn.qkv                        one layer for three of diffusers'
     Flux                      double_blocks.0.img_attn.qkv, single_blocks.0.linear1
+    Flux by XLabs             double_blocks.0.processor.qkv_lora1, single_blocks.0.processor.proj_lora
 
 An original layer may stack the outputs of several layers of diffusers, and may have its halves swapped (scale and shift
 of the last norm).
@@ -68,6 +69,15 @@ _FLUX: _Table = {
     "final_layer.adaLN_modulation.1": ("norm_out.linear",),
     "final_layer.linear": ("proj_out",),
 }
+# XLabs' files name the processors of attention, without ".processor" here and, in single blocks, without "_lora".
+_XLABS: _Table = {
+    "double_blocks.#.qkv_lora1": tuple(f"transformer_blocks.#.attn.to_{one}" for one in "qkv"),
+    "double_blocks.#.qkv_lora2": tuple(f"transformer_blocks.#.attn.add_{one}_proj" for one in "qkv"),
+    "double_blocks.#.proj_lora1": ("transformer_blocks.#.attn.to_out.0",),
+    "double_blocks.#.proj_lora2": ("transformer_blocks.#.attn.to_add_out",),
+    "single_blocks.#.qkv": tuple(f"single_transformer_blocks.#.attn.to_{one}" for one in "qkv"),
+    "single_blocks.#.proj": ("single_transformer_blocks.#.proj_out",),
+}
 _SD3: _Table = {
     "joint_blocks.#.x_block.attn.qkv": tuple(f"transformer_blocks.#.attn.to_{one}" for one in "qkv"),
     "joint_blocks.#.x_block.attn2.qkv": tuple(f"transformer_blocks.#.attn2.to_{one}" for one in "qkv"),
@@ -108,6 +118,14 @@ def original_layers(network: nn.Module) -> list[OriginalLayer]:
     if "SD3Transformer2DModel" in kinds:
         return list(_stacked(network, set(layers), _SD3))
     return []
+
+
+def xlabs_layers(network: nn.Module) -> list[OriginalLayer]:
+    """Return the layers of Flux as XLabs' LoRA files name them; nothing for other networks."""
+    if "FluxTransformer2DModel" not in {kind.__name__ for kind in type(network).__mro__}:
+        return []
+    layers = {name for name, part in network.named_modules() if isinstance(part, nn.Linear)}
+    return list(_stacked(network, layers, _XLABS))
 
 
 def _stacked(network: nn.Module, layers: set[str], table: _Table) -> Iterator[OriginalLayer]:

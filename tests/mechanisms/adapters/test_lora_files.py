@@ -19,6 +19,8 @@ from lit_efficient.models.libraries.backbones import call_backbone
 from lit_efficient.models.libraries.original_names import original_layers
 from lit_efficient.models.libraries.tiny_pipelines import TINY_PIPELINES
 from lit_efficient.models.networks.condition import Condition
+from tests import tiny_pipelines
+from tests.support import QUIET
 
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # A, B and alpha of each layer, by its name in diffusers
 UNETS = ("sd15", "sdxl")
@@ -236,6 +238,92 @@ def test_a_file_by_the_authors_names_of_a_transformer(family: str, layout: str, 
     save_file(tensors, tmp_path / "a.safetensors")
     assert len(tensors) < 3 * len(factors)
     check_loaded(family, tmp_path / "a.safetensors", factors, reads=False)
+
+
+def test_a_second_run_of_one_module_goes_on(tmp_path: Path) -> None:
+    factors = drawn(denoiser(pipeline_of("sd15")), is_inner, (2.0,))
+    save_file(as_diffusers(factors, "unet"), tmp_path / "a.safetensors")
+    module = Trains(denoiser(pipeline_of("sd15")).train())
+    data = torch.utils.data.DataLoader(torch.zeros(2, 1))  # type: ignore[arg-type]
+    seen = []
+    for _ in range(2):
+        run = pl.Trainer(callbacks=[LoRA(start_from=str(tmp_path / "a.safetensors"))], **QUIET, max_steps=2)
+        run.fit(module, data)
+        seen.append({name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad})
+    assert seen[0].keys() == seen[1].keys()
+    assert all(seen[1][name].norm() < tensor.norm() for name, tensor in seen[0].items())
+    with pytest.raises(ConfigurationError, match=r"applied to this module by an earlier run with other arguments"):
+        pl.Trainer(callbacks=[LoRA(rank=2)], **QUIET, max_steps=1).fit(module, data)
+
+
+def test_a_file_of_xlabs(tmp_path: Path) -> None:
+    flux = denoiser(pipeline_of("flux"))
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    factors: Factors = {}
+    for kind, numbers in (("double", len(flux.transformer_blocks)), ("single", len(flux.single_transformer_blocks))):
+        for number in range(numbers):
+            block = f"transformer_blocks.{number}"
+            named = {
+                f"{one}_lora{i}": layers for i, names in enumerate(XLABS, start=1) for one, layers in names.items()
+            }
+            if kind == "single":
+                block = f"single_{block}"
+                named = {"qkv_lora": XLABS[0]["qkv"], "proj_lora": ["proj_out"]}
+            for name, layers in named.items():
+                first = flux.get_submodule(f"{block}.{layers[0]}")
+                a = torch.randn(3, first.in_features, generator=generator) * 0.3
+                bs = [torch.randn(first.out_features, 3, generator=generator) * 0.3 for _ in layers]
+                key = f"{kind}_blocks.{number}.processor.{name}"
+                tensors |= {f"{key}.down.weight": a, f"{key}.up.weight": torch.cat(bs)}
+                factors |= {f"{block}.{layer}": (a, b, 3.0) for layer, b in zip(layers, bs)}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "xlabs.safetensors")
+    check_loaded("flux", tmp_path / "xlabs.safetensors", factors)
+
+
+XLABS = (
+    {"qkv": ["attn.to_q", "attn.to_k", "attn.to_v"], "proj": ["attn.to_out.0"]},
+    {"qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"], "proj": ["attn.to_add_out"]},
+)
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("family", ["pixart", "sana", "qwen_image", "z_image"])
+def test_a_file_of_diffusers_for_further_families(family: str, tmp_path: Path) -> None:
+    """As the pipeline itself saves it, with the number of layers that it loads again."""
+    torch.manual_seed(0)
+    pipeline = tiny_pipelines.FAMILIES[family]()
+    pipeline.save_pretrained(tmp_path / "base")
+
+    def network() -> Any:
+        return type(pipeline.transformer).from_pretrained(tmp_path / "base" / "transformer").eval()
+
+    # The convolutions of Sana that have a group for each channel take no LoRA.
+    factors = drawn(network(), lambda name: (is_inner(name) or "layers" in name) and "conv_depth" not in name)
+    save_file(as_diffusers(factors, "transformer"), tmp_path / "a.safetensors")
+    expected = further_prediction(merged(network(), factors))
+    assert (further_prediction(network()) - expected).abs().max() > 1e-2
+    module, technique = started(network(), tmp_path / "a.safetensors")
+    torch.testing.assert_close(further_prediction(module.network), expected, rtol=1e-5, atol=1e-5)
+    assert len(technique.targets) == len(factors)
+    if hasattr(pipeline, "load_lora_weights"):  # PixArt's has none
+        pipeline.load_lora_weights(tmp_path / "a.safetensors")
+        loaded = [part for part in pipeline.transformer.modules() if getattr(part, "lora_A", None)]
+        assert len(loaded) == len(factors)
+        theirs = further_prediction(pipeline.transformer)
+        torch.testing.assert_close(theirs, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert family == "pixart"
+
+
+@torch.no_grad()
+def further_prediction(network: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    config = network.config
+    width = next(config[name] for name in ("caption_channels", "joint_attention_dim", "cap_feat_dim") if name in config)
+    x, text = (torch.randn(shape, generator=generator) for shape in ((2, 4, 8, 8), (2, 5, width)))
+    condition = Condition(text=text, mask=torch.ones(2, 5, dtype=torch.bool), sizes=torch.full((2, 6), 64.0))
+    return call_backbone(network.eval(), x, torch.tensor([0.3, 0.8]), condition)
 
 
 def test_the_third_factor_of_a_convolution(tmp_path: Path) -> None:

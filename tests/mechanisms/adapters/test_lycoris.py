@@ -16,6 +16,7 @@ from lit_efficient.application import apply
 from lit_efficient.application.ledger import ledger
 from lit_efficient.mechanisms.adapters.lycoris import write_lycoris
 from lit_efficient.mechanisms.adapters.peft_saved import peft_files, peft_placement
+from lit_efficient.models.libraries.original_names import original_layers
 from tests.mechanisms.adapters.test_lora_files import Trains, denoiser, originals, pipeline_of, predicted
 from tests.support import QUIET
 from tests.support_cli import export
@@ -83,6 +84,41 @@ def delta(weight: Tensor, tensors: dict[str, Tensor], alpha: float) -> Tensor:
     if w2.ndim == 4:
         w1 = w1[:, :, None, None]
     return scale * torch.kron(w1, w2).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3"])
+def test_loha_of_layers_that_the_authors_stack(family: str, tmp_path: Path) -> None:
+    """The change of q, k and v together, as LyCORIS computes it for the authors' layer, and of swapped halves."""
+    network = denoiser(pipeline_of(family))
+    generator = torch.Generator().manual_seed(6)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.4
+
+    tensors = {}
+    stacked = 0
+    with torch.no_grad():
+        for layer in original_layers(network):
+            weights = [network.get_submodule(part).weight for part in layer.parts]
+            if weights[0].ndim > 2:
+                continue
+            whole = torch.cat([weight.detach() for weight in weights])
+            own, alpha = loha(whole, draw, 2, False)
+            change = delta(whole, own, alpha)
+            if layer.swapped:
+                change = torch.cat(change.chunk(2)[::-1])
+            for weight, part in zip(weights, change.split([len(weight) for weight in weights])):
+                weight.add_(part)
+            key = f"lycoris_{layer.name.replace('.', '_')}"
+            tensors |= {f"{key}.{name}": one.clone() for name, one in own.items()} | {
+                f"{key}.alpha": torch.tensor(alpha)
+            }
+            stacked += len(weights) > 1
+    assert stacked > 1
+    save_file(tensors, tmp_path / "loha.safetensors")
+    module = Trains(denoiser(pipeline_of(family)))
+    apply(module, [PeftAdapter(config={"start_from": str(tmp_path / "loha.safetensors")})])
+    torch.testing.assert_close(predicted(module.network), predicted(network), rtol=1e-5, atol=1e-5)
 
 
 def drawn(network: Any, kind: str) -> dict[str, Layer]:
