@@ -12,6 +12,8 @@ Costs: one pass over all images and variants by `cache-latents`; disk: 16 kB a v
 """
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,7 +25,14 @@ from torch import Tensor
 
 from lit_efficient.data.images.image_module import KeyedModule
 from lit_efficient.data.images.image_source import ImageSource
-from lit_efficient.data.latents.latent_format import Format, Moments, StoredCondition, StoredDtype, normalize_item
+from lit_efficient.data.latents.latent_format import (
+    Format,
+    Moments,
+    StoredCondition,
+    StoredDtype,
+    decode_pixels,
+    normalize_item,
+)
 from lit_efficient.data.latents.latent_store import COMMAND, VERSION, LatentStore, read_manifest, refuse_other
 from lit_efficient.data.latents.latent_writer import Encoders, build_latents, device_of
 from lit_efficient.data.latents.model_scaling import pipeline_encoders, pipeline_scaling
@@ -31,6 +40,7 @@ from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
+from lit_efficient.models.libraries.autoencoders import build_autoencoder
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.latent_codec import AutoencoderOnDisk, LatentCodec, find_autoencoder
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
@@ -122,6 +132,7 @@ class LatentData(KeyedModule):
         self._identity: dict[str, str] | None = None
         self._store: LatentStore | None = None
         self._bucket = (0, 0)
+        self._planned = False  # encoders have shapes alone, and no cache is read or written
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -184,7 +195,7 @@ class LatentData(KeyedModule):
         """Check the whole cache, or make it. One process does it."""
         self.tell_network()
         self.images.prepare_data()
-        if not self.cached:
+        if not self.cached or self._planned:
             return
         self.images.setup("fit")
         if self.build:
@@ -203,7 +214,7 @@ class LatentData(KeyedModule):
         self.tell_network()
         self.images.setup(stage)
         self.encoders()
-        if self.cached:
+        if self.cached and not self._planned:
             self._store = self._open(thorough=False)
         self.codec = self._codec(self._store)
         if getattr(self.images, "streamed", None) is not None:
@@ -242,6 +253,8 @@ class LatentData(KeyedModule):
         scaling = pipeline_scaling(self, autoencoder.latent_channels)
         if self.statistics is None and scaling is not None:
             return LatentCodec(autoencoder, *scaling)
+        if self._planned:
+            return self.encoders().codec
         mean, std = self._measured() if store is None else store.statistics
         return LatentCodec(autoencoder, mean, std)
 
@@ -298,6 +311,53 @@ class LatentData(KeyedModule):
                 encoders.feature_dtype = self.features.dtype
             self._encoders = encoders
         return self._encoders
+
+    def build_encoders(self, without_values: Callable[[], AbstractContextManager[None]]) -> None:
+        """Build the encoders for a plan, which needs neither their weights nor a cache.
+
+        Only models of diffusers and transformers without a teacher are built in this way.
+
+        Args:
+            without_values: Context in which tensors have shapes alone.
+        """
+        if self.features is not None:
+            return
+        text = self.text_encoder_config
+        autoencoder = self.autoencoder
+        if autoencoder is None:
+            autoencoder, pipeline_text = pipeline_encoders(self, self.backbone)
+            text = text or pipeline_text
+        if not isinstance(autoencoder, DiffusersModelConfig):
+            return
+        self.autoencoder = autoencoder
+        self.text_encoder_config = text
+        with without_values():
+            built = build_autoencoder(autoencoder)
+            if text is not None:
+                self.text_encoder = TextEncoder.load(text)
+        channels = built.latent_channels
+        codec = LatentCodec(built, torch.zeros(channels), torch.ones(channels))
+        self._encoders = Encoders(codec, format=self.format, dtype=self.dtype, condition=self.condition)
+        self._planned = True
+
+    def encoded_without_values(self, batch: Any, without_values: Callable[[], AbstractContextManager[None]]) -> Any:
+        """Return a batch of images as the cache would hold it, in a plan without that cache."""
+        if not (self._planned and self.cached):
+            return batch
+        with without_values():
+            rows = self.encoders().encode(batch, torch.device("cpu"))
+            if self.format == "int8":
+                rows["latents"] = rows.pop("mean")
+                rows.pop("logvar", None)
+            if "condition" in rows:
+                rows["condition"] = decode_pixels(rows["condition"])
+            if self.text_encoder is not None and self.cached_text:
+                found = self.text_encoder.encode(batch["captions"])
+                rows |= {"text": found.hidden, "text_mask": found.mask}
+                if found.pooled is not None:
+                    rows["pooled"] = found.pooled
+                self.text_encoder.remember_empty()
+        return rows
 
     def _open(self, thorough: bool) -> LatentStore:
         folder = self.cache_folder()

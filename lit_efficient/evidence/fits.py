@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from lit_efficient.declaration import techniques_of
 from lit_efficient.errors import ConfigurationError, check_number, refusal
 from lit_efficient.internals.contents import attributes, contents, length
-from lit_efficient.mechanisms.trials.batch_size import NAMES, places_of, set_at, value_at
+from lit_efficient.mechanisms.trials.batch_size import NAMES, paths_to, places_of, set_at, value_at
 from lit_efficient.mechanisms.trials.probes import batch_size_of, resize
 from lit_efficient.surgery import computed
 
@@ -344,7 +344,7 @@ def batch_setting(fit: Fit, name: str = "auto") -> tuple[str, int] | None:
     parts = {"data": fit.datamodule, "model": fit.module}
     wanted = [name]
     if name == "auto":
-        wanted = [f"{part}.{one}" for one in NAMES for part in parts]
+        wanted = [f"{part}.{path}" for one in NAMES for part, owner in parts.items() for path in paths_to(owner, one)]
     # An attribute of the DataModule has priority over one of the module.
     for one in wanted:
         part, _, key = one.partition(".")

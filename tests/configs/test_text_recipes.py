@@ -51,10 +51,28 @@ def test_photographs_end_in_a_pipeline(name: str, family: str) -> None:
 @pytest.mark.parametrize("name", ["textual_inversion", "lora_sd15", "lora_sdxl"])
 def test_a_plan_knows_the_pipeline_of_the_network(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIGS / "diffusion" / f"{name}.yaml")
-    assert main(["plan", "-c", config, "--json"]) == 0
+    assert main(["plan", "-c", config, "--json", "--no_advice"]) == 0
     planned = json.loads(capsys.readouterr().out)["plan"]
     assert 0 < planned["trainable"] < 0.3 * planned["parameters"]
     assert planned["kinds"]["weights"] + planned["kinds"]["adapters"] == 4 * planned["parameters"]
+
+
+def test_a_plan_searches_the_batch_of_latents_without_their_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIT_EFFICIENT_CACHE", str(tmp_path))
+    config = str(CONFIGS / "diffusion" / "lora_sd15.yaml")
+    # The weights of the pipeline are not read, either.
+    local_name("tiny:sd15")
+    for file in (tmp_path / "tiny").rglob("*.safetensors"):
+        file.unlink()
+    asked = ["--solve", "train_batch_size", "--device_memory", "3MiB", "--json"]
+    assert main(["plan", "-c", config, *asked]) == 0
+    solved = json.loads(capsys.readouterr().out)["solve"]
+    assert solved["settings"] == ["data.images.batch_size"]
+    assert solved["value"] >= 4
+    assert solved["peak"] <= 3 * 2**20 < solved["next_peak"]
+    assert not (tmp_path / "latents").exists()
 
 
 def _attention(unet: torch.nn.Module) -> list[str]:

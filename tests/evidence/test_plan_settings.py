@@ -21,6 +21,14 @@ class Rows(LightningDataModule):
         self.batch_size, self.workers, self.long, self.classes = batch_size, workers, long, classes
 
 
+class Encoded(LightningDataModule):
+    """DataModule around another one, which has the batch size."""
+
+    def __init__(self, images: LightningDataModule) -> None:
+        super().__init__()
+        self.images = images
+
+
 def predictions(limit: int = 100_000, rows: int = 10_000) -> Predictions:
     def predict(change: Change):
         batch = min(rows, change.settings.get("data.batch_size", 4))
@@ -44,6 +52,18 @@ def test_the_batch_is_what_changes_the_plans_batch_and_no_larger_than_the_data()
     found = batch_lever(FIT, few, few()).largest(few)
     assert (found.value, found.above) == (9, 10)
     assert found.reason == "the data's batches have 9 samples at most"
+
+
+def test_the_batch_of_a_data_module_may_be_that_of_another_one():
+    def predict(change: Change):
+        return plan_of({"activations": 10}, change.settings.get("data.images.batch_size", 4))
+
+    known = Predictions(predict, 100)
+    lever = batch_lever(Fit(trainer(max_steps=1), Toy(), Encoded(Rows())), known, known())
+    assert (lever.names, lever.now) == (("data.images.batch_size",), 4)
+    fit = Fit(trainer(max_steps=1), Toy(), Encoded(Rows()))
+    fit.change({"data.images.batch_size": 9})
+    assert fit.data.images.batch_size == 9
 
 
 def test_a_batch_that_nothing_changes_is_no_setting():

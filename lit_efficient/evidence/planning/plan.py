@@ -110,7 +110,7 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
             f"Kernels of {device} are assumed to keep the same tensors as those of {own}, and states to stay on the "
             "device."
         )
-    batch, batches = batch_of(fit, notes)
+    batch, batches = batch_of(fit, notes, mode)
     accumulated = int(fit.trainer.accumulate_grad_batches)  # a trace reduces it
     block = BLOCK
     if device == "cpu":

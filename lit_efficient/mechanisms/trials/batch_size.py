@@ -7,8 +7,11 @@ has tried.
 """
 
 import bisect
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from lightning.pytorch import LightningDataModule
 
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.lightning_data import data_source
@@ -114,7 +117,10 @@ class BatchSizeTarget:
             return
         names = NAMES if path == "auto" else (path,)
         for name in names:
-            self._places = [place for holder in holders for place in places_of(holder, name)]
+            self._places = []
+            for holder in holders:
+                for one in paths_to(holder, name) if path == "auto" else [path]:
+                    self._places += places_of(holder, one)
             if self._places:
                 self.name = name
                 break
@@ -176,6 +182,18 @@ class BatchSizeTarget:
                     f"{batch_size_of(loader)}. Set target to the attribute from which the loader takes its batch size"
                 )
         return collection
+
+
+def paths_to(holder: object, name: str) -> list[str]:
+    """Return the dotted paths at which a module or DataModule may have an attribute such as its batch size.
+
+    A DataModule that was given another one, as ``LatentData(images=ImageData(...))``, has the batch size of that one.
+    """
+    paths = [name]
+    for argument in inspect.signature(type(holder)).parameters:
+        if isinstance(getattr(holder, argument, None), LightningDataModule):
+            paths.append(f"{argument}.{name}")
+    return paths
 
 
 def places_of(holder: Any, path: str) -> list[tuple[Any, str]]:

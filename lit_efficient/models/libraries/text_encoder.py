@@ -250,6 +250,13 @@ class TextEncoder:
             return type(self).load(self.spec).parts
         return [TextNetwork(part.spec, _copied(part.network), part.tokens) for part in self._parts]
 
+    def remember_empty(self) -> None:
+        """Encode the empty caption on the CPU, and keep its embedding alone. The networks are loaded when needed."""
+        self.encode([""])
+        self.encode([""], negative=True)
+        self._hides_padding = self.hides_padding
+        self._parts = None
+
     @property
     def nbytes(self) -> int:
         """Return the number of bytes of all weights."""

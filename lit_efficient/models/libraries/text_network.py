@@ -16,6 +16,7 @@ from lit_efficient.errors import ConfigurationError, check_choice, check_number,
 from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors
 from lit_efficient.internals.hugging_face import bars_on_terminals, from_config
+from lit_efficient.internals.torch_dispatch import fakes_are_made
 from lit_efficient.models.libraries.caption_tokens import CaptionTokens, load_tokenizer, replace_length
 from lit_efficient.models.libraries.causal_lm import Primitive, declared_defaults, declared_fields
 from lit_efficient.models.libraries.config_fields import (
@@ -196,7 +197,8 @@ class TextNetwork:
         tokens = load_tokenizer(name, subfolder, spec.revision, length, reading.padding_side, around)
         config = _configuration(spec, tokens)
         with library_errors(f"{_OWNER}: the encoder {spec.name_or_path or config.model_type} cannot be built"):
-            network = _drawn(config, spec.dtype) if spec.name_or_path is None else _loaded(spec, config)
+            needs_weights = spec.name_or_path is not None and not fakes_are_made()  # a plan needs shapes alone
+            network = _loaded(spec, config) if needs_weights else _drawn(config, spec.dtype)
             loaded = cls(spec, network, tokens)
             loaded._check()
         return loaded
