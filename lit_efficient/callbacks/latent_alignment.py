@@ -131,7 +131,7 @@ class LatentAlignment(Alignment):
 
     def find(self, data: object) -> Teacher:
         assert self.teacher is not None
-        images = {"image_size": self.image_size, "skip_tokens": self.head.skip_tokens, "tokens": True}
+        images: dict[str, Any] = {"image_size": self.image_size, "skip_tokens": self.head.skip_tokens, "tokens": True}
         return find_teacher(self.teacher, [self.teacher_layer], who="LatentAlignment", data=data, **images)
 
     def listens_to(self, module: nn.Module) -> list[str]:
