@@ -218,7 +218,9 @@ class _LowRankLinear(LowRank):
         plain = self.lora_variant in ("lora", "rslora") and self.lora_mix is None and not args and not kwargs
         if not plain or self.lora_inside or self.adapter_off:
             return super().forward(x, *args, **kwargs)
-        known = unmixed(self).forward is nn.Linear.forward or is_quantized(self)
+        layer: Any = self
+        own: Any = unmixed(layer)
+        known = own.forward is nn.Linear.forward or is_quantized(layer)
         if known and getattr(self, "quant_format", None) != "int8":  # whose output has the dtype of its input
             x = in_autocast_dtype(x)  # once for both products
         # Imported here because only layers that compute need it.
