@@ -1,6 +1,6 @@
 """A block of our GPT launches fewer kernels and moves fewer bytes than those of transformers and peft.
 
-By plan, three rungs of torchtune's table of peak memory take less than was published.
+By plan, all rungs but one of torchtune's table of peak memory take less than was published.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_the_gradient_of_a_head_is_written_once_a_chunk_and_scaled_and_rounded_i
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["8-bit AdamW", "LoRA", "QLoRA"])
+@pytest.mark.parametrize("name", sorted({*RUNGS} - {"checkpointing"}))
 def test_a_rung_of_torchtune_s_table_is_planned_below_its_peak(name: str) -> None:
     published, rung = RUNGS[name]
     assert plan(RungFit(rung, Plain), device="cuda").peak < published * 2**30
