@@ -168,6 +168,31 @@ def test_packed_rows_go_through_flex_attention_and_give_the_processors_numbers()
         torch.testing.assert_close(one.cpu(), other, rtol=5e-2, atol=5e-2)
 
 
+def test_packed_rows_go_through_lengths_of_documents_and_give_the_processors_numbers() -> None:
+    from lit_efficient.models.networks.document_attention import (
+        _by_lengths,
+        _one_by_one,
+        _varlen_tried,
+        document_starts,
+    )
+
+    assert _varlen_tried(torch.bfloat16, 64)
+    documents = document_starts(torch.cat([torch.arange(n) for n in (150, 1, 261)]).repeat(2, 1))
+    inputs = [torch.randn(2, heads, 412, 64).bfloat16() for heads in (4, 2, 2)]
+    for starts in (documents, torch.maximum(documents, torch.arange(412) - 99)):
+        wide = [value.float().requires_grad_() for value in inputs]
+        expected = _one_by_one(*wide, starts)
+        there = [value.to(DEVICE).requires_grad_() for value in inputs]
+        for attend in (_by_lengths, _one_by_one):
+            found = attend(*there, starts.to(DEVICE))
+            torch.testing.assert_close(found.float().cpu(), expected, rtol=5e-2, atol=5e-2)
+            gradients = [
+                torch.autograd.grad(out.sum(), to, retain_graph=True) for out, to in ((found, there), (expected, wide))
+            ]
+            for one, other in zip(*gradients, strict=True):
+                torch.testing.assert_close(one.float().cpu(), other, rtol=1e-1, atol=1e-1)
+
+
 def test_a_float_base_on_the_cpu_is_rounded_on_the_device_and_stays_where_it_was() -> None:
     network = torch.nn.Sequential(torch.nn.Linear(1024, 1024))
     torch.cuda.reset_peak_memory_stats()

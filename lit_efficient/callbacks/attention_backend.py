@@ -88,8 +88,8 @@ class AttentionBackend(Technique):
     """Run all attention with one kernel, and log after the first step which kernel it was.
 
     The choice holds for all code that calls ``torch.nn.functional.scaled_dot_product_attention``. Models of
-    transformers are configured to call it. On a GPU, packed rows of our GPT use FlexAttention, which torch's settings
-    do not cover.
+    transformers are configured to call it. On a GPU packed rows use FlexAttention, which torch's settings do not cover,
+    except with ``flash``: torch's flash kernel then gets the lengths of the documents (``varlen_attn``).
 
     Args:
         backend: Kernel. ``flash``, ``efficient`` (memory-efficient), ``cudnn`` and ``math`` are torch's; a CPU has

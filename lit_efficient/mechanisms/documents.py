@@ -43,7 +43,7 @@ from lit_efficient.mechanisms.moving import COUNT_OF, holds_images
 from lit_efficient.mechanisms.rewind import Rewind, random_states, set_random_states
 from lit_efficient.mechanisms.router_balance import unasked
 from lit_efficient.models.generation.batched import arguments_of, longest_row, usual_tokens
-from lit_efficient.models.networks.document_attention import causal_throughout, document_starts, read_starts
+from lit_efficient.models.networks.document_attention import document_starts, reach_of, read_starts
 from lit_efficient.models.networks.gpt import GPT
 from lit_efficient.models.probes.choices import ChoicesByPlace, without_dropout
 from lit_efficient.models.probes.dependence import Lookups, gradient_difference, lookup_difference, lookups
@@ -108,6 +108,19 @@ def by_starts(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
     """Return, for each token, the index at which its document begins, instead of a mask of [T, T]."""
     starts = document_starts(position_ids)[:, None, None]
     return by_positions(network, input_ids, position_ids) | {"attention_mask": starts}
+
+
+def by_windows(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
+    """Return, for each token and kind of layer, the index of the first token that it sees, instead of masks."""
+    reach = reach_of(network, longest_row(network))
+    assert reach is not None
+    return by_positions(network, input_ids, position_ids) | {"attention_mask": reach.starts(position_ids)}
+
+
+def by_lengths_and_windows(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
+    """Return `by_lengths` for layers that carry states, with `by_windows` for the attention between them."""
+    inputs = by_lengths(network, input_ids, position_ids)
+    return inputs | by_windows(network, inputs["input_ids"], inputs["position_ids"])
 
 
 def _without_isolation(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
@@ -249,8 +262,9 @@ class DocumentRows:
         for name, way in WAYS.items():
             leak, reason = probe.leak(way, length)
             if agree(leak <= probe.tolerance):
-                if agree(probe.takes_starts(way, length)):
-                    return by_starts
+                shorter = _without_masks(probe.network, way)
+                if shorter is not None and agree(probe.equals(way, shorter, length)):
+                    return shorter
                 if way is not by_positions:
                     rank_zero_info(f"{self.owner}: packed documents are isolated by {name} in {probe.name}")
                 return way
@@ -397,7 +411,7 @@ class _Probe:
         others = self.rows.clone()
         others[1:] = self.rows[0, 0]
         batches = [self.rows, others, *(torch.cat((row[None], self.rows[1:])) for row in changes)]
-        joined = way is by_lengths  # rows of a batch would be further documents of one row
+        joined = way in (by_lengths, by_lengths_and_windows)  # rows of a batch would be further documents of one row
         if joined:
             batches = [self.rows[:1], self.rows[2:3], *(row[None] for row in changes)]
         states = random_states()
@@ -555,25 +569,23 @@ class _Probe:
                 call()
         return None
 
-    def takes_starts(self, way: _Way, length: int) -> bool:
-        """Return whether the starts of documents isolate them as well as ``way`` does."""
-        if self.blind or isinstance(self.network, GPT):
+    def equals(self, way: _Way, other: _Way, length: int) -> bool:
+        """Return whether the network takes the arguments of another way, and isolates documents as well with them."""
+        if self.blind:
             return False
         try:
-            if not causal_throughout(self.network, min(longest_row(self.network), 1 << 20)):
-                return False
             read_starts()
             for state, plain in self.plain_logits:
                 expected = self._logits(way(self.network, self.rows, self.positions), state)
-                logits = self._logits(by_starts(self.network, self.rows, self.positions), state)
+                logits = self._logits(other(self.network, self.rows, self.positions), state)
                 if self._most(expected - logits, plain) > self.tolerance:
                     return False
             state, plain = self.plain_logits[0]
             expected = self._long(way, length, state, 0)
-            logits = self._long(by_starts, length, state, 0)
+            logits = self._long(other, length, state, 0)
             if float(_norms(expected - logits).median()) / self._effect(plain) > self.tolerance:
                 return False
-            return not self._reads_other(by_starts, length)
+            return not self._reads_other(other, length)
         except Exception:  # networks raise different errors for arguments that they do not take
             return False
 
@@ -636,13 +648,26 @@ class _Probe:
         return float(_norms(difference).max()) / self._effect(logits)
 
 
+def _without_masks(network: Any, way: _Way) -> _Way | None:
+    """Return the way without masks that may replace ``way``. Nothing is tested here."""
+    if isinstance(network, GPT):
+        return None
+    reach = reach_of(network, longest_row(network))
+    if reach is None:
+        return None
+    if way is by_lengths:
+        return by_lengths_and_windows
+    return by_starts if reach.whole else by_windows
+
+
 def _usual_way(network: Any) -> _Way:
     """Return the way that isolates documents in most networks, for a network that cannot be tested."""
     adds_keys = any(getattr(part, "adds_keys", False) for part in network.modules())  # prefixes have no start
-    if isinstance(network, GPT) or adds_keys or not causal_throughout(network, min(longest_row(network), 1 << 20)):
+    way = None if adds_keys else _without_masks(network, by_positions)
+    if way is None:
         return by_positions
     read_starts()
-    return by_starts
+    return way
 
 
 def _first_of(length: int) -> int:

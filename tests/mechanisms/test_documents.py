@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ def network_of(kind: str, **fields: Any) -> Any:
         network: Any = GPT(GPTConfig(vocab_size=97, dim=32, depth=2, num_heads=4, max_length=32))
     else:
         small = {name: value for name, value in SMALL.items() if hasattr(CONFIG_MAPPING[kind](), name)}
-        network = build(CausalLMConfig(config_fields={**small, "model_type": kind, **FIELDS[kind], **fields}))
+        network = build(CausalLMConfig(config_fields={**small, "model_type": kind, **FIELDS.get(kind, {}), **fields}))
     for parameter in network.parameters():
         if parameter.ndim > 1:  # at this width the usual ones mix next to nothing
             nn.init.normal_(parameter, std=0.15)
@@ -454,21 +453,62 @@ def test_networks_of_torchs_attention_get_no_mask(kind: str) -> None:
     torch.testing.assert_close(network(**inputs).logits[:, :SPLIT], plain, rtol=1e-4, atol=1e-4)
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 64},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_layers_that_do_not_see_all_of_a_document_get_their_windows(kind: str) -> None:
+    """No mask; the numbers and gradients are those under transformers' masks."""
+    network = network_of(kind, **WINDOWS[kind]).eval()
+    inputs = DocumentRows("Task").arguments(network, PACKED)
+    with Squares(29) as squares:
+        logits = network(**inputs).logits
+        logits.square().mean().backward()
+    found = [parameter.grad for parameter in network.parameters()]
+    network.zero_grad()
+    masked = documents.by_mask(network, IDS, PACKED["position_ids"])
+    with Squares(29) as masks:
+        expected = network(**masked, use_cache=False).logits
+        expected.square().mean().backward()
+    assert not squares.found
+    assert masks.found
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    for gradient, parameter in zip(found, network.parameters(), strict=True):
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["mistral", "llama4_text"])
-def test_layers_that_do_not_see_all_of_a_document_keep_their_masks(kind: str) -> None:
-    """A window, and chunks, far longer than the rows that are tried: no short row shows them."""
+def test_windows_far_longer_than_rows_are_found(kind: str) -> None:
+    """No short row shows them."""
     fields = {"sliding_window": 4096} if kind == "mistral" else {"attention_chunk_size": 4096}
-    network = SimpleNamespace(config=CONFIG_MAPPING[kind](**SMALL | fields))
-    assert not document_attention.causal_throughout(network, 1 << 16)
-    network.config = CONFIG_MAPPING["mistral"](**SMALL | {"sliding_window": None})
-    assert document_attention.causal_throughout(network, 1 << 16)
+    network: Any = nn.Module()
+    network.config = CONFIG_MAPPING[kind](**SMALL | fields, attn_implementation="sdpa")
+    reach = document_attention.reach_of(network, 1 << 14)
+    assert reach is not None
+    assert not reach.whole
+    earlier = reach.earlier
+    if isinstance(earlier, dict):
+        earlier = earlier["chunked_attention"]
+    assert isinstance(earlier, Tensor)
+    place = torch.arange(1 << 14)
+    assert torch.equal(earlier, place.clamp(max=4095) if kind == "mistral" else place % 4096)
+    other: Any = nn.Module()
+    other.config = CONFIG_MAPPING["mistral"](**SMALL | {"sliding_window": None}, attn_implementation="sdpa")
+    reach = document_attention.reach_of(other, 1 << 14)
+    assert reach is not None
+    assert reach.whole
 
 
 def test_a_layer_that_wants_more_than_documents_is_not_given_their_starts() -> None:
     attention = network_of("llama").model.layers[0].self_attn
     document_attention.read_starts()
     x = torch.zeros(1, 4, 5, 8)
-    for more in ({"sliding_window": 3}, {"position_bias": x}, {"is_causal": False}):
+    for more in ({"softcap": 3.0}, {"position_bias": x}, {"is_causal": False}):
         with pytest.raises(ValueError, match="cannot replace the mask"):
             AttentionInterface()["sdpa"](attention, x, x, x, torch.zeros(1, 1, 1, 5, dtype=torch.int64), **more)
 

@@ -1,34 +1,42 @@
 """Causal attention within the documents of packed rows, without a T x T mask.
 
-    o[t] = softmax(q[t] K[s : t + 1]^T / sqrt(d)) V[s : t + 1],    s = starts[t]: where the document of t starts
+    o[t] = softmax(q[t] K[s : t + 1]^T / sqrt(d)) V[s : t + 1],    s = starts[t]: first token that t sees
 
-On a CPU each document is computed by a call of its own. On a GPU FlexAttention visits the blocks of 128 x 128 tokens
-that contain part of a document. Their tables are built on the device, so that the host never waits for the lengths of
-documents. Torch's kernels with a mask are used in compiled code on a CPU, for rows of one block, and where
-FlexAttention does not work.
+The first token is that of t's document, or a later one in layers with a sliding window or with chunks. On a CPU each
+document is computed by a call of its own, and windows in pieces. On a GPU FlexAttention visits the blocks of 128 x 128
+tokens that contain part of a document. Their tables are built on the device, so that the host never waits for the
+lengths of documents. Where FlexAttention does not run, and where only flash attention is enabled, torch's `varlen_attn`
+takes the lengths of the documents, and the remaining cases are computed document by document. For both the host waits
+once per step. A mask is used in compiled code on a CPU, in slices of rows, and for rows of one block.
 
 Models of transformers that use torch's attention can be given the starts in the place of a mask (`read_starts`).
 
 Saves: a mask of T^2 bytes a row (5 T^2 where a kernel needs floats), and the work between documents
-Costs: on a GPU the compilation of the kernel, once
-Source: Dong et al. (2024), https://arxiv.org/abs/2412.05496
+Costs: on a GPU the compilation of FlexAttention, once
+Source: Dong et al. (2024), https://arxiv.org/abs/2412.05496; varlen_attn:
+https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 """
 
 import copy
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lit_efficient.distributed.row_slices import attend_slices, gather_rows, own_positions
-from lit_efficient.internals.hugging_face import set_attention
+from lit_efficient.internals.hugging_face import attention_of, set_attention
 from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.internals.torch_compiler import runs_eagerly
+from lit_efficient.internals.torch_dispatch import has_values
 
 _BLOCK = 128
 
@@ -50,17 +58,63 @@ def document_starts(position_ids: Tensor) -> Tensor:
     return torch.where(begins, index, 0).cummax(1).values
 
 
+@dataclass(frozen=True)
+class _Segments:
+    """Parts of rows that do not attend to each other, read from the starts on the host.
+
+    Args:
+        lengths: number of tokens of each segment, for each row.
+        windows: first token that each token of a segment sees, counted within the segment, ``[length]`` on the CPU;
+            None where that is the segment's first token.
+        bounds: first token of each segment of all rows one after the other, and the end, int32 on the device.
+        longest: number of tokens of the longest segment.
+        window: most tokens that a token sees, if all tokens with so many tokens before them see as many.
+    """
+
+    lengths: list[list[int]]
+    windows: list[Tensor | None]
+    bounds: Tensor
+    longest: int
+    window: int | None
+
+
+_segments: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # starts to their _Segments: one wait for all layers
+_ROWS = 1024  # queries of a window in one call
+
+
+def segments_of(starts: Tensor) -> _Segments:
+    """Return the parts of rows with starts ``[B, T]`` or ``[B, 1, 1, T]`` that do not attend to each other."""
+    found: _Segments | None = _segments.get(starts)
+    if found is not None:
+        return found
+    own = starts.flatten(1).cpu()
+    index = torch.arange(own.shape[1])
+    begins = own == index
+    firsts = begins.flatten().nonzero()[:, 0]
+    bounds = torch.cat((firsts, firsts.new_tensor([own.numel()])))
+    lengths = [row.nonzero()[:, 0].diff(append=torch.tensor([len(row)])).tolist() for row in begins]
+    sizes = [length for row in lengths for length in row]
+    within = own - torch.where(begins, index, 0).cummax(1).values  # starts counted from the segment's first token
+    windows = [part if bool(part[-1]) else None for part in within.flatten().split(sizes)]
+    most = int((index - own).max()) + 1
+    place = index - (own - within)
+    uniform = torch.equal(within, (place - most + 1).clamp(min=0))
+    found = _Segments(lengths, windows, bounds.int().to(starts.device), max(sizes), most if uniform else None)
+    _segments[starts] = found
+    return found
+
+
 def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Attend from each token to the tokens before it in its document.
+    """Attend from each token to the tokens before it, beginning with the token that ``starts`` names.
 
     Args:
         query: ``[B, heads, T, head_dim]``.
         key: ``[B, kv_heads, T, head_dim]``; ``kv_heads`` divides ``heads``.
         value: as ``key``.
-        starts: `document_starts` of whole rows, ``[B, T]``; longer than the queries where those are slices of rows
-            (`own_slices`).
+        starts: `document_starts` of whole rows, ``[B, T]`` or ``[B, 1, 1, T]``; longer than the queries where those are
+            slices of rows (`own_slices`). Starts of windows are later. They never decrease along a row.
         dropout: dropout rate of the attention weights.
         scale: factor of the products of queries and keys; None is ``1 / sqrt(head_dim)``.
 
@@ -68,27 +122,35 @@ def attend_documents(
         ``[B, heads, T, head_dim]``.
     """
     kind = kind_of(query.device)
-    length = starts.shape[1]
+    rows = starts.flatten(1)
+    length = rows.shape[1]
     places = None
     how: dict[str, Any] = {"scale": scale, "dropout_p": dropout}
     compiling = torch.compiler.is_compiling()
     if query.shape[2] != length:
         if kind == "cpu" and not dropout and not compiling:
-            return attend_slices(query, key, value, starts, scale)
+            return attend_slices(query, key, value, rows, scale)
         places = own_positions(length, starts.device)
         key, value = gather_rows(key, value)
-    if kind == "cpu" and places is None and type(starts) is Tensor and not compiling:
-        return _one_by_one(query, key, value, starts, **how)
-    takes = kind == "cuda" and length > _BLOCK and not dropout and query.dtype == key.dtype == value.dtype
-    # `plan` runs stand-ins for CUDA tensors. This call keeps as many bytes for the backward pass as FlexAttention.
-    if takes and kind != query.device.type and places is None:
+    eager = places is None and not compiling
+    if eager and not has_values(starts):  # `plan`: this call keeps as many bytes for the backward pass
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, **how)
-    if takes and (compiling or _flex_works(query.dtype, query.shape[-1])):
-        flex: Any = flex_attention if compiling else _flex()
-        return _in_blocks(query, key, value, starts, flex, scale, places)
+    if eager and kind == "cpu":
+        return _one_by_one(query, key, value, starts, **how)
+    if kind == "cuda" and length > _BLOCK:
+        plain = not dropout and query.dtype == key.dtype == value.dtype
+        if plain and eager and _flash_alone() and _varlen_works(query, value, starts):
+            return _by_lengths(query, key, value, starts, scale)
+        if plain and (compiling or _flex_works(query.dtype, query.shape[-1])):
+            flex: Any = flex_attention if compiling else _flex()
+            return _in_blocks(query, key, value, rows, flex, scale, places)
+        if plain and eager and _varlen_works(query, value, starts):
+            return _by_lengths(query, key, value, starts, scale)
+        if eager:
+            return _one_by_one(query, key, value, starts, **how)
     index = torch.arange(length, device=starts.device)
-    mask = (index >= starts[:, :, None]).tril()[:, None]
+    mask = (index >= rows[:, :, None]).tril()[:, None]
     if places is not None:
         mask = mask[:, :, places]
     # CUDA's kernel for masks needs one key head per query head. Otherwise torch stores all scores.
@@ -104,21 +166,68 @@ def repeated_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, **how: Any) -> Tensor:
-    begins = starts == torch.arange(starts.shape[1])
-    sizes = [row.nonzero()[:, 0].diff(append=torch.tensor([len(row)])).tolist() for row in begins]
+    segments = segments_of(starts)
     # split and cat are each other's gradients. The gradient of a slice would be as large as the whole tensor.
     parts = []
     for heads in (query, key, value):
         documents: list[Tensor] = []
-        for row, lengths in zip(heads.unbind(), sizes, strict=True):
+        for row, lengths in zip(heads.unbind(), segments.lengths, strict=True):
             documents += row[None].split(lengths, 2)
         parts.append(documents)
     grouped = query.shape[1] != key.shape[1]
-    mixed = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, **how).transpose(1, 2)
-        for q, k, v in zip(*parts, strict=True)
-    ]
-    return torch.cat(mixed, 1).view(*starts.shape, query.shape[1], -1).transpose(1, 2)
+    mixed = []
+    for q, k, v, window in zip(*parts, segments.windows, strict=True):
+        if window is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, **how)
+        else:
+            out = _in_pieces(q, k, v, window, **how)
+        mixed.append(out.transpose(1, 2))
+    shape = (len(query), query.shape[2], query.shape[1], value.shape[-1])
+    return torch.cat(mixed, 1).view(shape).transpose(1, 2)
+
+
+def _in_pieces(query: Tensor, key: Tensor, value: Tensor, window: Tensor, **how: Any) -> Tensor:
+    """Attend within one document of which tokens do not see all earlier ones, a piece of the queries at a time."""
+    key, value = repeated_heads(query, key, value)
+    parts = []
+    begin = 0
+    for queries, firsts in zip(query.split(_ROWS, 2), window.split(_ROWS), strict=True):
+        end = begin + len(firsts)
+        seen = slice(int(firsts[0]), end)  # starts never decrease
+        keys = torch.arange(seen.start, end)
+        mask = (keys >= firsts[:, None]) & (keys <= torch.arange(begin, end)[:, None])
+        mask = mask.to(query.device)
+        parts.append(F.scaled_dot_product_attention(queries, key[:, :, seen], value[:, :, seen], attn_mask=mask, **how))
+        begin = end
+    return torch.cat(parts, 2)
+
+
+def _by_lengths(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float | None = None) -> Tensor:
+    segments = segments_of(starts)
+    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))  # (B * T, heads, head_dim)
+    assert segments.window is not None
+    # A window of -1 is causal attention. A window of n also sees n tokens before its own.
+    window = -1 if segments.window == segments.longest else segments.window - 1
+    grouped = query.shape[1] != key.shape[1]
+    bounds, longest = segments.bounds, segments.longest
+    found = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(window, 0), enable_gqa=grouped
+    )
+    assert isinstance(found, Tensor)
+    return found.unflatten(0, (len(query), -1)).transpose(1, 2)
+
+
+def _flash_alone() -> bool:
+    """Return whether flash attention is the only enabled kernel of torch, as with `AttentionBackend`."""
+    cuda = torch.backends.cuda
+    others = cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled() or cuda.math_sdp_enabled()
+    return cuda.flash_sdp_enabled() and not others
+
+
+def _varlen_works(query: Tensor, value: Tensor, starts: Tensor) -> bool:
+    if not torch.backends.cuda.flash_sdp_enabled() or query.shape[-1] != value.shape[-1]:
+        return False
+    return _varlen_tried(query.dtype, query.shape[-1]) and segments_of(starts).window is not None
 
 
 def _in_blocks(
@@ -172,20 +281,33 @@ def _flex_works(dtype: torch.dtype, head_dim: int) -> bool:
 
 @functools.cache
 def _flex_tried(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether FlexAttention works, forward and backward. It fails without Triton or a compiler, and for some
-    sizes.
-    """
+    """Return whether FlexAttention works. It fails without Triton or a compiler, and for some sizes."""
+    return _tried("FlexAttention", lambda *given: _in_blocks(*given, _flex()), dtype, head_dim)
+
+
+@functools.cache
+def _varlen_tried(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether `varlen_attn` works. It needs 16 bits, and has other arguments in versions before torch 2.12."""
+    return _tried("torch's varlen_attn", _by_lengths, dtype, head_dim)
+
+
+def _tried(name: str, attend: Callable[..., Tensor], dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether a kernel works on CUDA, forward and backward, for documents and for windows."""
+    close = True
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            starts = torch.zeros(1, 2 * _BLOCK, dtype=torch.int64, device="cuda")
-            starts[:, 100:] = 100
-            x = torch.linspace(-2, 2, 2 * _BLOCK * head_dim, device="cuda").sin().to(dtype)
+            length = 2 * _BLOCK
+            x = torch.linspace(-2, 2, length * head_dim, device="cuda").sin().to(dtype)
             x = x.view(1, 1, -1, head_dim).requires_grad_()
-            out = _in_blocks(x, x, x, starts, _flex())
-            out.float().square().sum().backward()
-            expected = F.scaled_dot_product_attention(x[:, :, 100:], x[:, :, 100:], x[:, :, 100:], is_causal=True)
-            assert x.grad is not None
-            close = bool((out[:, :, 100:] - expected).abs().max() < 0.05 and x.grad.isfinite().all())
+            index = torch.arange(length, device="cuda")
+            starts = torch.where(index < 100, 0, 100)[None]
+            for first in (starts, torch.maximum(starts, index - 39)):
+                out = attend(x, x, x, first)
+                mask = (index >= first[0, :, None]).tril()
+                expected = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+                pairs = [(out, expected)]
+                pairs += zip(*(torch.autograd.grad(y.float().square().sum(), x) for y in (out, expected)), strict=True)
+                close &= all(bool((one - other).abs().max() < 0.05 * other.abs().max()) for one, other in pairs)
         reason = ""
         if not close:
             reason = "its results differ from torch's attention"
@@ -193,22 +315,20 @@ def _flex_tried(dtype: torch.dtype, head_dim: int) -> bool:
         first_line = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first_line}"
     if reason:
-        warnings.warn(
-            f"packed rows use a mask of T x T, because FlexAttention does not run here ({reason})", stacklevel=2
-        )
+        warnings.warn(f"packed rows do not use {name}, which does not run here ({reason})", stacklevel=3)
     return not reason
 
 
-# Arguments with which a layer asks for more than causal attention within documents.
-_UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias", "cache", "head_mask")
+# Arguments with which a layer asks for more than the tokens that the starts name.
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
 
 
 @functools.cache
 def read_starts() -> None:
-    """Let transformers' attention by torch accept `document_starts` ``[B, 1, 1, T]`` int64 in the place of a mask.
+    """Let transformers' attention by torch accept starts ``[B, 1, 1, T]`` int64 in the place of a mask.
 
-    Calls with any other mask are unchanged. A call with starts raises ValueError if the layer needs more than causal
-    attention within documents.
+    Calls with any other mask are unchanged. As for a mask, the starts contain the layer's window. A call with starts
+    raises ValueError if the layer needs more than causal attention.
     """
     from transformers import AttentionInterface
 
@@ -236,28 +356,105 @@ def read_starts() -> None:
             raise ValueError(
                 f"starts of documents cannot replace the mask of this layer: {further or 'not plainly causal'}"
             )
-        mixed = attend_documents(query, key, value, attention_mask[:, 0, 0], dropout, scaling)
+        mixed = attend_documents(query, key, value, attention_mask, dropout, scaling)
         return mixed.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("sdpa", sdpa)
 
 
-def causal_throughout(network: Any, length: int) -> bool:
-    """Return whether the last of ``length`` tokens sees all others in every kind of layer of a transformers model."""
+_LONGEST = 1 << 20  # tokens for which layers are examined
+_SQUARE = 256  # tokens of which every pair is examined
+Earlier = Tensor | dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Number of earlier tokens that each token of a document sees, for each kind of layer of a transformers model.
+
+    Args:
+        earlier: ``[longest]`` int64 by the token's position, or such a tensor for each kind of layer; None for kinds
+            without attention.
+        whole: whether each token sees all earlier ones in all layers.
+    """
+
+    earlier: Earlier
+    whole: bool
+
+    def starts(self, position_ids: Tensor) -> Any:
+        """Return the starts ``[B, 1, 1, T]`` of packed rows, for each kind of layer if there are several."""
+        documents = document_starts(position_ids)
+        index = torch.arange(position_ids.shape[1], device=position_ids.device)
+
+        def of_kind(earlier: Tensor) -> Tensor:
+            table = earlier.to(position_ids.device)
+            seen = table[position_ids.clamp(max=len(table) - 1)]
+            return torch.maximum(documents, index - seen)[:, None, None]
+
+        if isinstance(self.earlier, Tensor):
+            return of_kind(self.earlier)
+        return {kind: None if earlier is None else of_kind(earlier) for kind, earlier in self.earlier.items()}
+
+
+_reaches: WeakKeyDictionary[nn.Module, Reach | None] = WeakKeyDictionary()
+
+
+def reach_of(network: Any, longest: int) -> Reach | None:
+    """Return the `Reach` of the layers of a transformers model, or None if starts cannot replace its masks.
+
+    Starts can do so if the model uses torch's attention, and if each token sees itself and the tokens directly before
+    it, as in causal attention, sliding windows and chunks.
+    """
+    if network not in _reaches:
+        _reaches[network] = _reach(network, min(longest, _LONGEST))
+    return _reaches[network]
+
+
+def _reach(network: Any, length: int) -> Reach | None:
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import create_masks_for_generate
 
-    index = torch.arange(length)
-    name = "lit_efficient_last_row"
-    AttentionMaskInterface.register(
-        name, lambda *_, mask_function, **__: mask_function(index[:1] * 0, index[:1] * 0, index[-1:], index)
-    )
+    name = "lit_efficient_earlier"
+    if attention_of(network.config) != "sdpa":
+        return None
+    AttentionMaskInterface.register(name, _earlier)
     config = copy.deepcopy(network.config)
     set_attention(config, name)
     make = getattr(network, "create_masks_for_generate", create_masks_for_generate)
     try:
-        found = make(config, torch.empty(1, length, 0), None, None, position_ids=index[None])
-    except TypeError:  # transformers up to 5.19 builds no masks for layers with chunked attention
-        return False
-    masks = list(found.values()) if isinstance(found, dict) else [found]
-    return all(isinstance(mask, Tensor) and bool(mask.all()) for mask in masks)
+        with torch.device("cpu"):
+            found = make(config, torch.empty(1, length, 0), None, None, position_ids=torch.arange(length)[None])
+    except (TypeError, ValueError):  # transformers up to 5.19 builds no masks for layers with chunked attention
+        return None
+    kinds = found
+    if not isinstance(found, dict):
+        kinds = {"": found}
+    for earlier in kinds.values():
+        if earlier is not None and (not isinstance(earlier, Tensor) or earlier.shape != (length,)):
+            return None
+    tables = [earlier for earlier in kinds.values() if earlier is not None]
+    if not tables or kinds.get("", tables[0]) is None:
+        return None
+    return Reach(found, all(torch.equal(table, torch.arange(length)) for table in tables))
+
+
+def _earlier(*_: object, mask_function: Callable[..., Tensor], q_length: int, **__: object) -> Tensor:
+    """Return the number of earlier tokens that each token of one document sees, in the place of a mask.
+
+    Raises:
+        ValueError: If a token does not see itself and the tokens directly before it.
+    """
+    index = torch.arange(q_length)
+    zero = index[:1] * 0
+    low = torch.zeros_like(index)
+    high = index.clone()
+    while bool((low < high).any()):  # bisection for the first token that is seen
+        middle = (low + high) // 2
+        sees = mask_function(zero, zero, index, middle)
+        low = torch.where(sees, low, torch.minimum(middle + 1, high))
+        high = torch.where(sees, middle, high)
+    further = torch.linspace(0, q_length - 1, 16).long()
+    for row in (*index[:_SQUARE], *further):
+        seen = mask_function(zero, zero, row, index)
+        if not torch.equal(seen.expand_as(index), (index >= low[row]) & (index <= row)):
+            raise ValueError("a token does not see itself and the tokens directly before it")
+    return index - low
