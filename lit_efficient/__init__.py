@@ -38,7 +38,7 @@ PUBLIC: dict[str, str] = {
     "draw_tokens": "callbacks.token_routing",
     "depth_groups": "mechanisms.blocks.freezing",
     "discriminative_rates": "optimizers.rates",
-    "load_int4": "callbacks.quantization_aware_training",
+    "load_codes": "callbacks.quantization_aware_training",
     "scaled_rate": "callbacks.gradient_noise_scale",
     "seesaw_milestones": "callbacks.batch_ramp",
     "replace_head": "callbacks.replace_head",

@@ -26,7 +26,7 @@ from lit_efficient.callbacks.contrastive_flow_matching import contrastive_flow_l
 from lit_efficient.callbacks.token_routing import draw_tokens as draw_tokens
 from lit_efficient.mechanisms.blocks.freezing import depth_groups as depth_groups
 from lit_efficient.optimizers.rates import discriminative_rates as discriminative_rates
-from lit_efficient.callbacks.quantization_aware_training import load_int4 as load_int4
+from lit_efficient.callbacks.quantization_aware_training import load_codes as load_codes
 from lit_efficient.callbacks.gradient_noise_scale import scaled_rate as scaled_rate
 from lit_efficient.callbacks.batch_ramp import seesaw_milestones as seesaw_milestones
 from lit_efficient.callbacks.replace_head import replace_head as replace_head

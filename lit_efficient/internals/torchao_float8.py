@@ -17,23 +17,27 @@ from torchao.float8.float8_training_tensor import GemmInputRole
 _MULTIPLE = 16  # float8 hardware needs sums over a multiple of this length
 
 
-def settings_of(recipe: str, emulate: bool) -> tuple[object, object, object]:
+def settings_of(recipe: str, emulate: bool) -> tuple[object, ...]:
     """Return the settings of :func:`float8_product`: torchao's config, and two configs of products.
 
     Args:
-        recipe: Name of torchao's recipe.
+        recipe: Name of torchao's recipe; ``mxfp8`` or ``mxfp8_with_gw_hp``.
         emulate: Compute with float32 units, on hardware without float8.
 
     Returns:
-        The config, and the configs of products without and with padding.
+        The config, and the configs of products without and with padding. For MXFP8 the product alone.
     """
+    if recipe.startswith("mxfp8"):
+        from lit_efficient.internals.torchao_mx import BlockProduct
+
+        return (BlockProduct(emulate, recipe.endswith("gw_hp")),)
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     padded = dataclasses.replace(config, pad_inner_dim=True)
     plain, wide = (Float8Linear(1, 1, config=one, device="meta").linear_mm_config for one in (config, padded))
     return config, plain, wide
 
 
-def float8_product(x: Tensor, weight: Tensor, settings: tuple[object, object, object]) -> Tensor:
+def float8_product(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> Tensor:
     """Return ``x W^T`` with both operands rounded to float8. Its gradients are computed in float8 too.
 
     The gradient of the weight sums over all rows of ``x``, whose number is padded if necessary. For a frozen weight no
@@ -47,6 +51,9 @@ def float8_product(x: Tensor, weight: Tensor, settings: tuple[object, object, ob
     Returns:
         [..., out].
     """
+    if len(settings) == 1:
+        in_blocks: Tensor = settings[0](x, weight)
+        return in_blocks
     config, plain, padded = settings
     products = padded if (x.numel() // x.shape[-1]) % _MULTIPLE else plain
     product = _FrozenProduct

@@ -1,11 +1,13 @@
 """Float8: matrix products of linear layers in 8 bits, forward and backward, with unchanged weights and optimizer.
 
-    y = (q(x / s_x) q(W / s_w)^T) s_x s_w,    s = max |.| / largest float8, for a tensor or for each of its rows
+    y = (q(x / s_x) q(W / s_w)^T) s_x s_w,    s = max |.| / largest float8, for a tensor or for each of its rows;
+                                              mxfp8: a power of two for each 32 values of a row
 
 Saves: time on Ada, Hopper and later GPUs, whose float8 products are twice as fast as bf16; use it with Compile
 Costs: only 3 bits of mantissa in each operand (2 in tensorwise gradients); casts, which only pay off from sizes of
     about 1000
-Source: Micikevicius et al. (2022), https://arxiv.org/abs/2209.05433; kernels and recipes: torchao
+Source: Micikevicius et al. (2022), https://arxiv.org/abs/2209.05433; MXFP8: Mishra et al. (2025),
+    https://arxiv.org/abs/2506.08027; kernels and recipes: torchao
 
 Weights keep their names, dtypes and values, so checkpoints equal those of a run without it. It saves no memory. Shards
 are gathered in their own dtype, not in float8.
@@ -39,16 +41,21 @@ from lit_efficient.surgery import (
 from lit_efficient.technique import PrecisionTechnique
 from lit_efficient.traits import Trait
 
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp"]
 _UNITS = (8, 9)  # smallest compute capability of GPUs with float8 products
+_MX_UNITS = (10, 0)  # of GPUs with MXFP8 products
 _MULTIPLE = 16  # the kernels need sizes of a layer that are multiples of this
+_MX_MULTIPLE = 32
 
 
 def to_float8(linear: nn.Linear, recipe: str = "tensorwise", emulate: bool = False) -> None:
     """Change a linear layer, in place, to multiply in float8. Parameters, names and adapters stay.
 
     Args:
-        linear: An ``nn.Linear`` with float weights. Both sizes must be multiples of 16, unless emulated.
-        recipe: Recipe of torchao: ``tensorwise``, ``rowwise`` or ``rowwise_with_gw_hp``.
+        linear: An ``nn.Linear`` with float weights. Both sizes must be multiples of 16, unless emulated, and of 32 for
+            MXFP8.
+        recipe: Recipe of torchao: ``tensorwise``, ``rowwise``, ``rowwise_with_gw_hp``, ``mxfp8`` or
+            ``mxfp8_with_gw_hp``.
         emulate: Round to float8 and multiply in float32, on any device.
     """
     silence_imports()
@@ -62,7 +69,7 @@ class _Float8Linear(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
-    float8_settings: tuple[Any, Any, Any]
+    float8_settings: tuple[Any, ...]
 
     def forward(self, x: Tensor) -> Tensor:
         from lit_efficient.internals.torchao_float8 import float8_product
@@ -82,14 +89,15 @@ class Float8Precision(PrecisionTechnique):
 
     Args:
         recipe: ``tensorwise``, one scale for each tensor, fastest; ``rowwise``, one scale for each row, more accurate;
-            ``rowwise_with_gw_hp``, which also computes the gradients of weights in high precision.
+            ``rowwise_with_gw_hp``, which also computes the gradients of weights in high precision; ``mxfp8``, one scale
+            for each 32 values of a row, for Blackwell; ``mxfp8_with_gw_hp``.
         precision: Precision of everything else, instead of ``Trainer(precision=...)``: ``bf16-mixed``, ``bf16-true`` or
             ``32-true``. fp16 is not supported: it needs loss scaling, and all GPUs with float8 support bf16.
         modules: ``blocks``, the linear layers inside the repeated blocks; ``all``; or regular expressions that match
             the ends of dotted names. Linear layers inside the matching modules are converted.
         skip: Regular expressions for layers that are not converted. They need not match anything.
         min_size: Layers with fewer inputs or outputs are not converted. At least 16. Both sizes must be multiples of
-            16.
+            16, for MXFP8 of 32.
         emulate: Compute the same rounding without float8 hardware, on any device. Slower, for trials.
 
     Raises:
@@ -107,7 +115,7 @@ class Float8Precision(PrecisionTechnique):
 
     def __init__(
         self,
-        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        recipe: Recipe = "tensorwise",
         precision: Literal["bf16-mixed", "bf16-true", "32-true"] = "bf16-mixed",
         modules: str | list[str] = "blocks",
         skip: tuple[str, ...] = (),
@@ -126,20 +134,23 @@ class Float8Precision(PrecisionTechnique):
         self.min_size = min_size
         self.emulate = emulate
         self._rest = _plain(precision, "cuda")
+        self._blocks = recipe.startswith("mxfp8")  # a scale for each block of a row
+        self._multiple = _MX_MULTIPLE if self._blocks else _MULTIPLE
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         device = trainer.strategy.root_device
         if self.emulate:
             return
         found = str(device)
+        needed, generation = (_MX_UNITS, "10.0 (Blackwell)") if self._blocks else (_UNITS, "8.9 (Ada, Hopper)")
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
-            if torch.version.hip or capability >= _UNITS:
+            if (torch.version.hip and not self._blocks) or capability >= needed:
                 return
             found = f"compute capability {capability}"
         raise ConfigurationError(
-            f"Float8Precision: float8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, and this is "
-            f"{found}: use Trainer(precision={self.precision!r}), or emulate=True to try it out (slower)"
+            f"Float8Precision: recipe={self.recipe!r} needs a GPU of compute capability {generation} or later, and "
+            f"this is {found}: use Trainer(precision={self.precision!r}), or emulate=True to try it out (slower)"
         )
 
     def transform(self, module: nn.Module) -> Report:
@@ -158,7 +169,7 @@ class Float8Precision(PrecisionTechnique):
             raise ConfigurationError(
                 f"Float8Precision: none of the {len(linears)} linear layers of {type(module).__name__} is converted: "
                 f"{len(small)} of the {len(wanted)} in modules={self.modules!r} have sizes below min_size "
-                f"({self.min_size}) or not divisible by {_MULTIPLE}; inputs and outputs are {str(shapes)[1:-1]}"
+                f"({self.min_size}) or not divisible by {self._multiple}; inputs and outputs are {str(shapes)[1:-1]}"
             )
         for name in found:
             to_float8(linears[name], self.recipe, self.emulate)
@@ -196,7 +207,7 @@ class Float8Precision(PrecisionTechnique):
         return {name for name in chosen if not any(pattern.fullmatch(name) for pattern in skips)}
 
     def _fits(self, *sizes: int) -> bool:
-        return all(size >= self.min_size and size % _MULTIPLE == 0 for size in sizes)
+        return all(size >= self.min_size and size % self._multiple == 0 for size in sizes)
 
     # The methods of a precision plugin, which call those of `precision`.
 

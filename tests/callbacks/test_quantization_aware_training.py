@@ -21,7 +21,7 @@ from lit_efficient import (
     LanguageModeling,
     LoRA,
     QuantizationAwareTraining,
-    load_int4,
+    load_codes,
     restore,
 )
 from lit_efficient.application import apply
@@ -125,7 +125,7 @@ def test_the_export_holds_codes_and_computes_what_was_validated(
     assert state["network.blocks.0.mlp.up.scales"].shape == (96, 2)
     fresh = LanguageModeling(CONFIG)
     fresh.configure_model()
-    load_int4(fresh, state)
+    load_codes(fresh, state)
     with torch.no_grad():
         validated = module.network(IDS)
         torch.testing.assert_close(fresh.eval().network(IDS), validated, atol=1e-5, rtol=1e-5)
@@ -139,9 +139,9 @@ def test_codes_compute_in_torch_s_own_encoder_layer() -> None:
     plain = nn.ModuleDict({"net": nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)}).eval()
     trained, x = copy.deepcopy(plain), torch.randn(2, 3, 32)
     apply(trained, [QuantizationAwareTraining()])
-    groups = {name: 32 for name, part in trained.named_modules() if isinstance(part, _RoundedLinear)}
+    layers = {name: ("int4", 32) for name, part in trained.named_modules() if isinstance(part, _RoundedLinear)}
     state = dict(trained.state_dict())
-    QuantizationAwareTraining.convert_export(state, {"lit_efficient": {"int4_groups": groups}}, plain)
+    QuantizationAwareTraining.convert_export(state, {"lit_efficient": {"qat_layers": layers}}, plain)
     with torch.no_grad():
         torch.testing.assert_close(plain["net"](x), trained["net"](x))
 
@@ -163,6 +163,108 @@ def test_torchao_itself_loads_the_export(gpt: GPT, tmp_path: Path) -> None:
         again = restore(Toy("init"), tmp_path / "a.ckpt")
         assert torch.equal(again.net(x), module.net(x))
     assert_equal(weights(again), weights(module))
+
+
+BLOCKS = ("mxfp4", "mxfp8", "nvfp4")
+
+
+def theirs_in_blocks(weight: torch.Tensor, x: torch.Tensor, format: str) -> tuple[Any, torch.Tensor]:
+    """Return torchao's converted weight, and the rounded input that its product takes."""
+    from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig, NVFP4WeightOnlyConfig
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    from torchao.quantization import quantize_
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight.clone())
+    if format == "nvfp4":
+        quantize_(layer, NVFP4WeightOnlyConfig())
+        codes: Any = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
+    else:
+        element = {"mxfp4": torch.float4_e2m1fn_x2, "mxfp8": torch.float8_e4m3fn}[format]
+        emulated = KernelPreference.EMULATED
+        config = MXDynamicActivationMXWeightConfig(32, element, element, emulated)
+        quantize_(layer, config)
+        codes = MXTensor.to_mx(x, element, 32, ScaleCalculationMode.RCEIL, emulated)
+    return layer.weight, codes.dequantize(x.dtype)
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_and_gradients_in_blocks_are_torchao_s_bit_for_bit(format: str, dtype: torch.dtype) -> None:
+    """For MX those of its layer. Its product in NVFP4 needs a GPU, so its rounded operands are multiplied here."""
+    from torchao.prototype.qat import MXFakeQuantizeConfig, MXFakeQuantizedLinear
+
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(64, 48)).to(dtype)
+    theirs = copy.deepcopy(ours)
+    apply(ours, [QuantizationAwareTraining(format=format)])
+    x = torch.randn(3, 5, 64, dtype=dtype)
+    found = []
+    for net in (ours, theirs):
+        inputs = x.clone().requires_grad_()
+        if net is theirs and format != "nvfp4":
+            config = MXFakeQuantizeConfig(torch.float4_e2m1fn_x2 if format == "mxfp4" else torch.float8_e4m3fn)
+            net[0] = MXFakeQuantizedLinear.from_linear(net[0], config, config)
+        if net is theirs and format == "nvfp4":
+            weight, rounded = theirs_in_blocks(net[0].weight.detach(), x.flatten(0, 1), format)
+            w = weight.dequantize(dtype).requires_grad_()
+            rows = rounded.unflatten(0, (3, 5)).requires_grad_()
+            F.linear(rows, w, net[0].bias).float().square().sum().backward()
+            found.append((F.linear(rows, w, net[0].bias).detach(), rows.grad, w.grad))
+            continue
+        out = net(inputs)
+        out.float().square().sum().backward()
+        found.append((out.detach(), inputs.grad, net[0].weight.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0 if format != "nvfp4" else 1e-6)
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+def test_exports_in_blocks_are_torchao_s_conversion_and_compute_what_was_validated(format: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = LanguageModeling(CONFIG)
+    batch = [{"input_ids": row, "labels": row} for row in IDS]
+    run = trainer([QuantizationAwareTraining(format=format)], max_steps=2, limit_val_batches=0)
+    run.fit(module, loader := torch.utils.data.DataLoader(batch, 2), loader)
+    run.save_checkpoint(path := tmp_path / "a.ckpt")
+    folder = export_checkpoint(path, tmp_path / "out", "safetensors", check=False)
+    state = load_file(folder / "model.safetensors")
+    weight = module.network.blocks[0].mlp.up.weight.detach()
+    converted, _ = theirs_in_blocks(weight.bfloat16(), torch.zeros(32, 64).bfloat16() + 1, format)
+    own = state["network.blocks.0.mlp.up.weight"]
+    if format != "mxfp8":
+        assert own.shape == (96, 32)
+        assert own.dtype == torch.uint8
+    fresh = LanguageModeling(CONFIG)
+    fresh.configure_model()
+    load_codes(fresh, state)
+    layer = fresh.network.blocks[0].mlp.up
+    assert type(layer.weight.data) is type(converted.data)
+    with torch.no_grad():
+        assert torch.equal(fresh.eval().network(IDS), module.eval().network(IDS))
+    theirs, _ = theirs_in_blocks(weight.bfloat16(), torch.ones(32, 64).bfloat16(), format)
+    from lit_efficient.internals.torchao_mx import block_entries
+
+    entries = block_entries(weight.bfloat16(), format)
+    assert torch.equal(entries["weight"].view(torch.uint8), theirs.qdata.view(torch.uint8))
+    assert torch.equal(block_layer_of(entries).weight.dequantize(torch.float32), theirs.dequantize(torch.float32))
+
+
+def block_layer_of(entries: dict[str, torch.Tensor]) -> Any:
+    from lit_efficient.internals.torchao_mx import block_layer
+
+    return block_layer(entries, None, torch.bfloat16)
+
+
+def test_a_layer_of_zeros_is_finite() -> None:
+    for format in BLOCKS:
+        network = nn.Sequential(nn.Linear(32, 32, bias=False))
+        nn.init.zeros_(network[0].weight)
+        apply(network, [QuantizationAwareTraining(format=format)])
+        network(torch.zeros(2, 32)).sum().backward()
+        assert network[0].weight.grad.isfinite().all()
+        assert network(torch.ones(2, 32)).eq(0).all()
 
 
 def test_formats_that_hold_floats_are_refused(trained: tuple[LanguageModeling, Path], tmp_path: Path) -> None:
@@ -246,7 +348,9 @@ def test_training_with_the_roundings_beats_rounding_afterwards() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"group_size": 1}, "group_size must be a whole number of at least 2, got 1"),
+        ({"group_size": 1}, "group_size must be a whole number of at least 2 or null, got 1"),
+        ({"format": "fp4"}, "format must be one of int4, mxfp4, mxfp8, nvfp4, got 'fp4'"),
+        ({"format": "nvfp4", "group_size": 32}, "group_size must be null for format='nvfp4', got 32"),
         ({"skip": "head"}, "skip must be a list of texts, got 'head'"),
         ({"skip": ("(",)}, "is no regular expression"),
     ],

@@ -105,6 +105,36 @@ def test_outputs_and_gradients_are_torchao_s_bit_for_bit(gpt: GPT, recipe: str, 
         gpt.float()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_with_gw_hp"])
+def test_outputs_and_gradients_in_blocks_are_torchao_s_bit_for_bit(gpt: GPT, recipe: str, dtype: torch.dtype) -> None:
+    """Rows are padded by hand for torchao, whose layer needs multiples of 32; those of sizes below 32 stay."""
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+    from torchao.prototype.mx_formats import config
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    class Theirs(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = nn.functional.pad(x.flatten(0, 1), (0, 0, 0, -x[..., 0].numel() % 32))
+            kernels = config.MXFP8Dim0CastKernelChoice.TORCH, config.MXFP8Dim1CastKernelChoice.TORCH
+            how = KernelPreference.EMULATED, *kernels, config.ScaleCalculationMode.RCEIL, recipe.endswith("hp")
+            y = mx_mm.apply(rows, self.weight, *[torch.float8_e4m3fn] * 3, 32, *how)
+            return y[: x[..., 0].numel()].view(*x.shape[:-1], -1)
+
+    for frozen in (False, True):
+        theirs, ours = (copy.deepcopy(gpt).to(dtype) for _ in range(2))
+        for network in (theirs, ours):
+            network.blocks.requires_grad_(not frozen)
+        report = apply(ours, [emulated(recipe=recipe)])["Float8Precision"]
+        for name in report.modules:
+            theirs.get_submodule(name).__class__ = Theirs
+        assert list(ours.state_dict()) == list(gpt.state_dict())
+        assert_equal(backward(theirs), backward(ours))
+        assert len(report.modules) == 14
+    small = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    assert apply(small, [emulated(recipe=recipe, modules="all")])["Float8Precision"].modules == ("1",)
+
+
 def test_a_frozen_layer_does_not_compute_the_gradient_that_nobody_wants(gpt: GPT) -> None:
     counts = []
     for frozen in (False, True):
@@ -147,7 +177,7 @@ def test_loss_stays_close_to_bf16() -> None:
 
     bf16 = losses()
     assert bf16[-1] < 0.8 * bf16[0]
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in ("tensorwise", "rowwise", "mxfp8"):
         float8 = losses(emulated(recipe=recipe))
         assert float8 != bf16
         assert float8[-1] == pytest.approx(bf16[-1], rel=0.05)
@@ -279,7 +309,7 @@ def test_sharded_by_fsdp2_it_is_the_same(gpt: GPT) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"recipe": "blockwise"}, "recipe must be one of tensorwise, rowwise, rowwise_with_gw_hp, got 'blockwise'"),
+        ({"recipe": "blockwise"}, "recipe must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8"),
         ({"precision": "16-mixed"}, "precision must be one of bf16-mixed, bf16-true, 32-true, got '16-mixed'"),
         ({"min_size": 8}, "min_size must be a whole number of at least 16, got 8"),
         ({"skip": "head"}, "skip must be a list of texts, got 'head'"),
