@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import math
 import pickle
 import weakref
 from collections.abc import Callable
@@ -68,7 +69,7 @@ def leaves_the_device(run: Run) -> None:
 ROW = Row(
     lambda: ActivationOffload(min_bytes=64),
     leaves_the_device,
-    lambda: ActivationOffload(min_bytes=1),
+    lambda: ActivationOffload(min_bytes=1, flops_per_byte=20.0),
     changes=False,
 )
 
@@ -300,6 +301,71 @@ def test_copies_wait_for_the_computation_and_it_for_them(monkeypatch: pytest.Mon
     assert more.isfinite()
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("ratio", [1e-3, 20.0, 1e9])
+def test_only_hidden_blocks_are_offloaded_and_the_rest_is_kept_or_recomputed(
+    ratio: float, recomputes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights after some steps are those of plain training. A cheap bus takes all blocks but the last."""
+    found = []
+    for techniques in ([], [ActivationOffload(min_bytes=1, flops_per_byte=ratio)]):
+        torch.manual_seed(0)
+        module = Toy("init", network=Deep)
+        run = trainer([*techniques, *[ActivationCheckpointing()] * recomputes], max_epochs=1)
+        with caplog.at_level("INFO"):
+            run.fit(module, data(), data())
+        found.append({name: p.detach() for name, p in module.named_parameters()})
+    assert_equal(*found)
+    blocks = list(module.net.blocks)
+    offloaded = [block._offloads for block in blocks]
+    counted = [block._counted for block in blocks]
+    assert len({flops for flops, _ in counted}) == 1
+    assert counted[0][0] == 2 * 2 * WIDTH * 4 * WIDTH * 4  # two products for each of four rows
+    # As many blocks as fit into the time of those before the last one, at equal distances.
+    each = max(1, math.ceil(ratio * counted[1][1] / counted[1][0]))
+    if ratio == 20.0:
+        assert 1 < each < 8
+    assert offloaded == [index % each == 0 and index + each < 8 for index in range(8)]
+    if recomputes:
+        assert [block._recomputes for block in blocks] == [not one for one in offloaded]
+    assert f"{sum(offloaded)} of 8 blocks are offloaded" in caplog.text
+
+
+class Deep(Net):
+    def __init__(self) -> None:
+        super().__init__(depth=8)
+
+
+def test_hidden_blocks_leave_the_device_when_their_copies_are_done() -> None:
+    """Of 8 blocks every third one goes, and is back in time: its copies have the time of three blocks."""
+    held = {}
+    for chosen in ([], [0, 3], range(8)):
+        with fake_cuda():
+            net, x = Net(depth=8).cuda(), X.cuda()
+            apply(net, [ActivationOffload(min_bytes=1)])
+            for index, block in enumerate(net.blocks):
+                block._offloads = index in chosen
+                block._frees = index - 3 in chosen
+            with Resident([*net.parameters(), x]) as resident:
+                before = resident.start()
+                loss = net(x).square().sum()
+                held[len(chosen)] = resident.now() - before
+                offload = net.blocks[0]._offload
+                if len(chosen) == 2:
+                    last = offload._last()
+                    assert all(saved.device is None for saved in last._alive())
+                    assert all(saved.device is None for saved in last.earlier()._alive())
+                loss.backward()
+    assert held[8] < held[2] < held[0]
+    assert held[0] - held[2] == pytest.approx((held[0] - held[8]) * 2 / 7, rel=0.1)
+
+
+def test_both_choices_of_recomputed_blocks_are_refused() -> None:
+    techniques = [ActivationOffload(flops_per_byte=10.0), ActivationCheckpointing(memory_budget=0.5)]
+    with pytest.raises(ConfigurationError, match=r"flops_per_byte and memory_budget .* both choose"):
+        trainer(techniques).fit(Toy(), data(), data())
+
+
 def test_the_first_batch_says_what_went_and_that_nothing_did(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         trainer([ActivationOffload(min_bytes=512)]).fit(Toy(), data(), data())
@@ -311,6 +377,8 @@ def test_the_first_batch_says_what_went_and_that_nothing_did(caplog: pytest.LogC
 def test_bad_arguments_and_devices_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="min_bytes must be a whole number of at least 1, got 0"):
         ActivationOffload(min_bytes=0)
+    with pytest.raises(ConfigurationError, match="flops_per_byte must be above 0 or null"):
+        ActivationOffload(flops_per_byte=0.0)
     with pytest.raises(ConfigurationError, match="found no repeated blocks in Sequential"):
         apply(nn.Sequential(nn.Linear(4, 4)), [ActivationOffload()])
     module = Toy("configure_model")

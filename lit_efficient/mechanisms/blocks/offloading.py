@@ -5,7 +5,7 @@ storage is copied once, even if several views of it are saved. Parameters and th
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
 from lit_efficient.internals.torch_fake import FakeTensor
 from lit_efficient.internals.torch_tensors import version as version_of
 from lit_efficient.internals.torch_tensors import viewed
+from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.side_copies import Place, SideCopies, place_of, whole
 
 
@@ -98,6 +99,28 @@ class Offload:
             earlier.leave()
         self._last = weakref.ref(call)
 
+    def passed(self, output: object) -> None:
+        """Free the device memory of the last call after a block that is not offloaded, whose forward hid the copies.
+
+        The backward pass fetches it when the gradient of ``output`` arrives, and so hides these copies behind the same
+        blocks.
+        """
+        last = self._last() if self._last is not None else None
+        if last is None:
+            return
+        last.leave()
+        reference = weakref.ref(last)
+
+        def fetch(gradient: Tensor) -> None:
+            call = reference()
+            if call is not None:
+                call.fetch()
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(fetch)
+                break
+
     def differentiates(self, call: "_Call") -> None:
         """Bring the tensors of a call and of the call before it to the device, because the backward pass needs them."""
         active = self._active() if self._active is not None else None
@@ -110,6 +133,38 @@ class Offload:
         earlier = call.earlier()
         if earlier is not None:
             earlier.fetch()
+
+
+def choose_hidden(
+    flops: Sequence[float], sizes: Sequence[float], flops_per_byte: float
+) -> tuple[list[bool], list[bool]]:
+    """Return the blocks whose copies are hidden behind the forward of later blocks, and the blocks that hide them.
+
+    Copies run one after the other. A block is chosen if no copy runs when its forward ends, and if its own copy
+    completes within the forward of the blocks after it. The second list marks the block in whose forward a copy
+    completes. The backward pass takes about twice as long, so copies back are hidden by the same blocks.
+
+    Args:
+        flops: Operations of the forward of each block, in execution order.
+        sizes: Bytes that each block saves for the backward pass.
+        flops_per_byte: Operations that the device computes while one byte is copied.
+
+    Example:
+        >>> choose_hidden([10, 10, 10, 10, 10], [2, 2, 2, 2, 2], 10)
+        ([True, False, True, False, False], [False, False, True, False, True])
+    """
+    chosen = [False] * len(flops)
+    frees = [False] * len(flops)
+    ends = [sum(flops[: index + 1]) for index in range(len(flops))]
+    free = 0.0  # number of operations after which the bus is free
+    for index, size in enumerate(sizes):
+        done = ends[index] + flops_per_byte * size
+        later = [number for number in range(index + 1, len(flops)) if ends[number] >= done]
+        if size and later and ends[index] >= free:
+            chosen[index] = True
+            frees[later[0]] = True
+            free = done
+    return chosen, frees
 
 
 class _Call:
