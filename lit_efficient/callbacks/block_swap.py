@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase, Report, format_bytes, held
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.internals.torch_modules import Loads, Stays
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
@@ -129,7 +130,14 @@ class BlockSwap(Technique):
                 "BlockSwap: with trained=True gradients are in CPU memory, but a gradient scaler (16-mixed) reads them "
                 "on the device: use bf16-true or bf16-mixed, or leave trained out"
             )
-        check_separate_memory(trainer.strategy.root_device, "BlockSwap", "QuantizeBase")
+        device = trainer.strategy.root_device
+        if kind_of(device) == device.type:  # not a plan for a GPU
+            check_separate_memory(device, "BlockSwap", "QuantizeBase")
+        elif self.trained:
+            raise ConfigurationError(
+                "BlockSwap: trained=True cannot be planned without a GPU, because the plan would have to follow the "
+                "gradients and states that leave the device. Plan on a machine with a GPU"
+            )
 
     def transform(self, module: nn.Module) -> Report:
         found = find_blocks(module, self.blocks, who="BlockSwap", declared=False)

@@ -28,6 +28,7 @@ from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number
 from lit_efficient.internals.lightning_loops import accumulates, zeroes_by_hand
 from lit_efficient.internals.lightning_strategies import traits_of
+from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_method
 from lit_efficient.optimizers.host_states import HostStates, Streamed, stream_states
 from lit_efficient.optimizers.later_reads import kept_by
@@ -84,7 +85,14 @@ class OffloadOptimizer(OptimizerHooks, Technique):
             raise ConflictError(
                 f"OffloadOptimizer: gradients cannot leave the GPU, because {reason}. Use gradients=False"
             )
-        if trainer.strategy.root_device.type == "cpu":
+        device = trainer.strategy.root_device
+        planned = kind_of(device) != device.type  # a plan for a GPU
+        if planned and self.gradients:
+            raise ConfigurationError(
+                "OffloadOptimizer: gradients=True cannot be planned without a GPU, because the plan would have to "
+                "follow the gradients that leave the device. Plan on a machine with a GPU"
+            )
+        if device.type == "cpu" and not planned:
             raise ConfigurationError(
                 "OffloadOptimizer: the trainer's device is 'cpu', so that optimizer states are already in CPU memory. "
                 "Use accelerator='gpu', or LowBitOptimizer to save CPU memory"

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, parts_of
+from lit_efficient.internals.torch_as_cuda import watching_moves
 from lit_efficient.internals.torch_dispatch import (
     ASKS_DEVICE,
     TorchDispatchMode,
@@ -123,6 +124,32 @@ class KindMeter(TorchDispatchMode):
         self._start: list[_Piece] = []
         self._watched: dict[int, RemovableHandle] = {}
         self._vocabularies: set[int] = set()
+        self._watching: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> KindMeter:
+        self._watching = contextlib.ExitStack()
+        self._watching.enter_context(watching_moves(self._move))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        assert self._watching is not None
+        self._watching.close()
+
+    def _move(self, tensor: Tensor, away: bool) -> None:
+        """Count the memory of a stand-in as memory of the host from now on, or of the device again."""
+        for storage, place in storages_of(tensor):
+            key = storage_id(storage)
+            self._add(storage, place, "other")
+            piece = self._pieces.get(key)
+            if piece is None or piece.away == away:
+                continue
+            moved = _Piece(piece.size, piece.kind, away)
+            moved.ref = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            piece.ref = None
+            self._pieces[key] = moved
+            self._log += [(piece, False, self._now()), (moved, True, self._now())]
 
     def know(self, module: nn.Module, optimizers: Iterable[object] = (), techniques: Iterable[object] = ()) -> None:
         """Count all existing tensors and determine their kinds. A repeated call adds new tensors."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_efficient.internals.torch_as_cuda import moves, stands_in
 from lit_efficient.mechanisms.blocks.side_copies import SideCopies
 from lit_efficient.optimizers.host_gradients import HostGradients
 from lit_efficient.optimizers.host_memory import HostMemory
@@ -80,7 +81,9 @@ class HostStates:
         """Start to copy the states of a piece to its device. Return an event for ``copies.wait``."""
         with self.copies.beside():
             for p, key, value in self._states(piece):
-                if value is self._hosts.get((p, key)) or value.device != p.device:
+                if stands_in(value):
+                    moves(value, away=False)
+                elif value is self._hosts.get((p, key)) or value.device != p.device:
                     moved = value.to(p.device, non_blocking=True, copy=True)
                     self.optimizer.state[p][key] = moved
                     self._fetched[p, key] = moved
@@ -97,6 +100,9 @@ class HostStates:
         with self.copies.beside():
             for p, key, value in states:
                 host = self._hosts.get((p, key))
+                if stands_in(value):
+                    moves(value, away=True)
+                    continue
                 if value is host:
                     continue
                 if host is None or (host.shape, host.dtype) != (value.shape, value.dtype):

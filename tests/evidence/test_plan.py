@@ -144,6 +144,69 @@ def test_a_plan_for_cuda_has_offloaded_tensors_of_two_blocks() -> None:
         le.plan(LiveFit(*fits(llama(), [le.ActivationOffload()])))
 
 
+def test_a_plan_for_cuda_offloads_the_blocks_that_the_bus_hides() -> None:
+    """A slow bus takes none of six blocks, a fast one all but the last, and others take some of them."""
+
+    def held(**how: Any) -> int:
+        return planned_for_cuda(6, *([le.ActivationOffload(min_bytes=1, **how)] if how else [])).kinds["activations"]
+
+    plain, slow, fast = held(), held(flops_per_byte=1e9), held(flops_per_byte=1e-3)
+    everything = planned_for_cuda(6, le.ActivationOffload(min_bytes=1)).kinds["activations"]
+    block = planned_for_cuda(7).kinds["activations"] - plain
+    assert slow == plain
+    assert fast == pytest.approx(everything, rel=0.05)
+    assert plain - fast > 3.5 * block
+    ratios = [2**power for power in range(-4, 12)]
+    found = [held(flops_per_byte=float(ratio)) for ratio in ratios]
+    assert found == sorted(found)
+    assert len({round((plain - one) / block) for one in found}) > 2  # some of the blocks between
+
+
+def test_a_plan_for_cuda_has_swapped_weights_of_two_blocks_and_offloaded_states_of_two_pieces() -> None:
+    def planned(depth: int, *techniques: L.Callback) -> le.Plan:
+        return planned_for_cuda(depth, le.ActivationCheckpointing(), le.LoRA(rank=2, targets=["up"]), *techniques)
+
+    plain, more = planned(6), planned(7)
+    swapped, longer = planned(6, le.BlockSwap()), planned(7, le.BlockSwap())
+    block = more.kinds["weights"] - plain.kinds["weights"]
+    norms = 2 * 2 * DIM  # are frozen, too
+    assert block == 2 * (2 * DIM * DIM + 2 * DIM * DIM // 2 + 3 * DIM * HIDDEN) + norms
+    assert longer.kinds["weights"] == swapped.kinds["weights"]
+    assert plain.kinds["weights"] - swapped.kinds["weights"] == 4 * block
+    assert swapped.kinds["activations"] == plain.kinds["activations"]
+    assert swapped.host == 4 * block
+    whole = planned_for_cuda(6)
+    away = planned_for_cuda(6, le.OffloadOptimizer(piece_mb=1))
+    states = whole.resident["states"]
+    assert away.resident["states"] < 0.01 * states
+    assert away.host >= 0.99 * states
+    largest = max(2 * 2**20, 2 * 4096 * DIM)  # of the parameters of a piece, or of one parameter
+    assert away.kinds["states"] <= 2 * 2 * largest
+    for technique in (le.OffloadOptimizer(gradients=True), le.BlockSwap(trained=True)):
+        with pytest.raises(ConfigurationError, match="cannot be planned without a GPU"):
+            planned_for_cuda(6, technique)
+
+
+def test_a_plan_for_cuda_of_packed_rows_grows_linearly_with_their_length() -> None:
+    """Windows, too: no mask of T x T. Embeddings and logits are linear by themselves."""
+    from transformers import MistralConfig
+
+    fields = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    fields |= {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 8192}
+
+    def peak(length: int, window: int | None) -> int:
+        config = MistralConfig(**fields, sliding_window=window).to_dict()
+        tokens = torch.zeros(length, dtype=torch.long)
+        row = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(length) % 1000}
+        module = le.LanguageModeling(le.CausalLMConfig(config_fields={"model_type": "mistral", **config}))
+        trainer = L.Trainer(max_steps=2, accelerator="cpu", limit_val_batches=0, precision="bf16-true", **QUIET)
+        return le.plan(LiveFit(trainer, module, DataLoader([row] * 4, 1)), device="cuda").peak
+
+    for window in (None, 512):
+        one, two, four = (peak(length, window) for length in (1024, 2048, 4096))
+        assert four - two <= 2.01 * (two - one)
+
+
 def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
     """The bytes of an additional block: outputs of products, rotations and gates, inputs of norms."""
     rows = BATCH * LENGTH

@@ -74,3 +74,109 @@ def test_a_norm_of_values_is_torch_s_own_and_has_all_its_derivatives():
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_cuda(), mode:
         x, weight = (torch.ones(one.shape, requires_grad=True) for one in (x, weight))
         assert [one.shape for one in derivatives()] == [one.shape for one in expected]
+
+
+def _calls():
+    """A call of each operator for which autocast has a kernel for CUDA and none for a CPU, by its name."""
+    from torch import linalg
+
+    def narrow(*shape):
+        return torch.empty(*shape, dtype=torch.bfloat16)
+
+    def wide(*shape):
+        return torch.empty(*shape)
+
+    one, matrix, image = narrow(8), narrow(4, 8), {n: narrow(1, 1, *(4,) * n) for n in (1, 2, 3)}
+    index = torch.zeros(4, dtype=torch.int64)
+    aten = torch.ops.aten
+    calls = {name: lambda name=name: getattr(torch, name)(one) for name in ("acos", "asin", "cosh", "erfinv", "exp")}
+    calls |= {name: lambda name=name: getattr(torch, name)(one) for name in ("expm1", "log", "log10", "log2", "log1p")}
+    calls |= {name: lambda name=name: getattr(torch, name)(one) for name in ("reciprocal", "rsqrt", "sinh", "tan")}
+    calls |= {
+        "pow.Tensor_Scalar": lambda: one**3,
+        "pow.Tensor_Tensor": lambda: one**one,
+        "pow.Scalar": lambda: 3**one,
+        "softplus": lambda: F.softplus(one),
+        "logsumexp": lambda: one.logsumexp(0),
+        "rms_norm": lambda: F.rms_norm(matrix, (8,), one),
+        "layer_norm": lambda: F.layer_norm(matrix, (8,), wide(8)),
+        "native_layer_norm": lambda: torch.native_layer_norm(matrix, (8,), one, one, 1e-5)[0],
+        "group_norm": lambda: F.group_norm(matrix, 2, wide(8)),
+        "frobenius_norm.dim": lambda: aten.frobenius_norm.dim(matrix, [1]),
+        "nuclear_norm": lambda: aten.nuclear_norm(matrix),
+        "nuclear_norm.dim": lambda: aten.nuclear_norm.dim(matrix, [0, 1]),
+        "norm.Scalar": lambda: aten.norm.Scalar(one),
+        "norm.ScalarOpt_dim": lambda: aten.norm.ScalarOpt_dim(matrix, 2, [1]),
+        "renorm": lambda: matrix.renorm(2, 0, 1.0),
+        "cosine_similarity": lambda: F.cosine_similarity(matrix, matrix),
+        "dist": lambda: torch.dist(one, one),
+        "pdist": lambda: F.pdist(matrix),
+        "softmax.int": lambda: one.softmax(0),
+        "log_softmax.int": lambda: one.log_softmax(0),
+        "sum": one.sum,
+        "sum.dim_IntList": lambda: matrix.sum(1),
+        "cumsum": lambda: one.cumsum(0),
+        "cumprod": lambda: one.cumprod(0),
+        "linalg_vector_norm": lambda: linalg.vector_norm(one),
+        "linalg_matrix_norm": lambda: linalg.matrix_norm(wide(4, 8), 2),
+        "linalg_matrix_norm.str_ord": lambda: linalg.matrix_norm(wide(4, 8)),
+        "addmv": lambda: torch.addmv(wide(4), wide(4, 8), wide(8)),
+        "addr": lambda: torch.addr(wide(4, 8), wide(4), wide(8)),
+        "mv": lambda: wide(4, 8).mv(wide(8)),
+        "chain_matmul": lambda: aten.chain_matmul([wide(4, 8), wide(8, 4)]),
+        "linalg_multi_dot": lambda: linalg.multi_dot([wide(4, 8), wide(8, 4)]),
+        "einsum": lambda: torch.einsum("ab,cb->ac", wide(4, 8), wide(4, 8)),
+        "addcdiv": lambda: torch.addcdiv(one, wide(8), one),
+        "addcmul": lambda: torch.addcmul(one, wide(8), one),
+        "atan2": lambda: torch.atan2(one, wide(8)),
+        "bilinear": lambda: F.bilinear(matrix, wide(4, 8), wide(3, 8, 8)),
+        "cross": lambda: torch.cross(narrow(3), wide(3), 0),
+        "dot": lambda: one.dot(wide(8)),
+        "vdot": lambda: one.vdot(wide(8)),
+        "index_put": lambda: one.index_put((index,), wide(4)),
+        "tensordot": lambda: torch.tensordot(matrix, wide(4, 8), [[1], [1]]),
+        "scatter_add": lambda: one.scatter_add(0, index, wide(4)),
+    }
+    for kind, n in (("nearest1d", 1), ("nearest2d", 2), ("nearest3d", 3), ("linear1d", 1), ("bilinear2d", 2)):
+        mode = kind[:-2]
+        calls[f"upsample_{kind}"] = lambda n=n, mode=mode: F.interpolate(image[n], scale_factor=2, mode=mode)
+    calls["upsample_trilinear3d"] = lambda: F.interpolate(image[3], scale_factor=2, mode="trilinear")
+    calls["upsample_bicubic2d"] = lambda: F.interpolate(image[2], scale_factor=2, mode="bicubic")
+    for mode in ("bilinear", "bicubic"):
+        calls[f"_upsample_{mode}2d_aa"] = lambda mode=mode: F.interpolate(image[2], (2, 2), mode=mode, antialias=True)
+    for n in (1, 2, 3):
+        calls[f"_upsample_nearest_exact{n}d"] = lambda n=n: F.interpolate(image[n], size=8, mode="nearest-exact")
+    return calls
+
+
+def _types(device):
+    """Types of the results under autocast."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)  # the context of autocast would look for a GPU
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    try:
+        return {name: call().dtype for name, call in _calls().items()}
+    finally:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+@pytest.mark.filterwarnings("ignore")
+@leans_on("torch", "torch._C._dispatch_get_all_op_names", "torch_as_cuda")
+def test_every_operator_gets_the_type_that_autocast_of_this_torch_gives_it_on_cuda():
+    """Torch's own autocast acts on fake CUDA tensors, without a GPU. A new torch with other lists fails here."""
+    from lit_efficient.internals import torch_as_cuda
+
+    def has(key, name):
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    alone = {name[6:] for name in names if has("AutocastCUDA", name) and not has("AutocastCPU", name)}
+    calls = _calls()
+    assert set(calls) | set(torch_as_cuda._LEFT) == alone
+    assert {name for kinds, _ in torch_as_cuda._LISTS for name in kinds} == set(calls)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        theirs = _types("cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_cuda(), mode:
+        ours = _types("cpu")
+    assert ours == theirs

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.contents import attributes, contents
+from lit_efficient.internals.torch_as_cuda import moves, stands_in
 from lit_efficient.internals.torch_dispatch import after_backward, is_traceable_wrapper_subclass, storage_id
 from lit_efficient.internals.torch_tensors import version as version_of
 from lit_efficient.internals.torch_trees import tree_leaves
@@ -241,6 +242,9 @@ class _Block:
 
     def bring(self, copies: SideCopies) -> None:
         """Start to copy the weights to the device, unless they are there or being copied."""
+        if self._stands_in():
+            self._pretend(there=True)
+            return
         if self.there and (self.device != copies.device or self._changed(self.pointers)):
             self.leave()
         if self.there:
@@ -266,6 +270,9 @@ class _Block:
 
     def leave(self) -> None:
         """Make the weights refer to CPU memory. Weights that were written on the device are copied there first."""
+        if self._stands_in():
+            self._pretend(there=False)
+            return
         if not self.there:
             return
         assert self.memory is not None
@@ -284,6 +291,21 @@ class _Block:
         while self.gradients:
             tensor, gradient = self.gradients.popitem()
             tensor.grad = gradient
+
+    def _stands_in(self) -> bool:
+        """Return whether the weights have no values and stand for weights on another device, as in a plan."""
+        module = self.module()
+        return module is not None and any(stands_in(parameter) for parameter in module.parameters())
+
+    def _pretend(self, there: bool) -> None:
+        """Tell the meter of a plan where the weights are. They stay where they are."""
+        module = self.module()
+        assert module is not None
+        if there != self.there or not self.tensors:
+            self.tensors = swapped_tensors(module, self.names, self.trained)
+            self.there = there
+            for tensor in self.tensors:
+                moves(tensor, away=not there)
 
     def set_aside(self) -> None:
         """Detach the gradients before the block's backward pass, because autograd cannot add to them on the CPU."""
