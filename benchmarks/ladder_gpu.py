@@ -115,6 +115,10 @@ RUNGS = {
         lambda: [*small(), le.ActivationOffload()],
         "checkpointing less 1.3 GiB, hidden behind the blocks; torchtune: -5.5 % of memory, -0.1 % of speed",
     ),
+    "offloaded or recomputed": Rung(
+        lambda: [*small(), le.ActivationOffload(flops_per_byte=8000)],
+        "between checkpointing and chunked loss in memory and speed: about every third block is offloaded",
+    ),
     "GaLore": Rung(lambda: [*small(), le.GaLore(rank=128)], "checkpointing less about 10 GiB of moments"),
     "8-bit AdamW": Rung(
         lambda: [*small(), le.LowBitOptimizer()], "checkpointing less 2 x 0.98 bytes x 3.21 B = 5.9 GiB", needs=BNB

@@ -34,7 +34,14 @@ from lit_efficient.surgery import mix_in
 
 NAMES = ("base", "packed", "chunked loss", "checkpointing", "optimizer in backward")
 NAMES = (*NAMES, "GaLore", "8-bit AdamW", "LoRA", "QLoRA", "activation offload", "checkpointing, offloaded")
-FUSED = ("base", "chunked loss", "checkpointing", "checkpointing, offloaded")  # measured with AdamW's fused kernel
+NAMES = (*NAMES, "offloaded or recomputed", "offload", "block swap")
+FUSED = (
+    "base",
+    "chunked loss",
+    "checkpointing",
+    "checkpointing, offloaded",
+    "block swap",
+)  # measured with AdamW's fused kernel
 
 
 class NotWidened(nn.Module):

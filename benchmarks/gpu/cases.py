@@ -122,6 +122,10 @@ CASES: dict[str, Case] = {
     "TiledMLP": Case(lambda: [le.TiledMLP(tokens=16)]),
     "Tiling": Case(lambda: [le.Tiling(pad_vocabulary=64)]),
     "ActivationOffload": Case(lambda: [le.ActivationOffload(min_bytes=1)], cuda_only="the CPU refuses it"),
+    "ActivationOffload of hidden blocks": Case(
+        lambda: [le.ActivationCheckpointing(), le.ActivationOffload(min_bytes=1, flops_per_byte=50.0)],
+        cuda_only="the CPU refuses it",
+    ),
     "BlockSwap + LoRA": Case(lambda: [le.BlockSwap(), le.LoRA(rank=4)], cuda_only="the CPU refuses it"),
     "BlockSwap trained": Case(lambda: [le.BlockSwap(trained=True)], cuda_only="the CPU refuses it", on_device=False),
     "EmptyCache": Case(lambda: [le.EmptyCache(every_n_steps=2)], cuda_only="the CPU refuses it"),
@@ -131,6 +135,8 @@ CASES: dict[str, Case] = {
         lambda: [le.PeftAdapter({"peft_type": "LOKR", "r": 4, "target_modules": ["query"]})], needs=("peft",)
     ),
     "QuantizationAwareTraining": Case(lambda: [le.QuantizationAwareTraining()], needs=AO),
+    "QuantizationAwareTraining nvfp4": Case(lambda: [le.QuantizationAwareTraining(format="nvfp4")], needs=AO),
+    "QuantizationAwareTraining mxfp4": Case(lambda: [le.QuantizationAwareTraining(format="mxfp4")], needs=AO),
     "ScheduleFree": Case(lambda: [le.ScheduleFree()], trainer=VALIDATES),
     "FusedAdamW": Case(optimizer=lambda p: le.FusedAdamW(list(p))),
     "Lion": Case(optimizer=lambda p: le.Lion(list(p))),

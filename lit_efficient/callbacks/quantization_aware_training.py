@@ -30,7 +30,6 @@ from lit_efficient.mechanisms.adapters.quantized import is_quantized
 from lit_efficient.models.probes.read_weights import Watched
 from lit_efficient.surgery import call_layers, in_autocast_dtype, mix_in, mix_out, mix_under, name_pattern, unmixed
 from lit_efficient.technique import Technique
-from lit_efficient.traits import Trait
 
 _BLOCKS = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16}  # inputs of a row that share a scale
 
@@ -96,6 +95,8 @@ class _RoundedLinear(nn.Module):
     bias: Tensor | None
     qat_group: int  # number of inputs of a row that share a scale
     qat_format: str = "int4"
+    # An adapter in front of this mix-in passes its sum with the weight: the exported codes are those of the sum.
+    rounds_sum = True
 
     def forward(self, x: Tensor) -> Tensor:
         if self.qat_format != "int4":
@@ -135,8 +136,10 @@ class QuantizationAwareTraining(CheckpointHooks, Technique):
 
     Training, validation and sampling compute with the rounded weights. Checkpoints hold the unrounded weights under the
     same names. ``export --format safetensors`` writes the codes in torchao's layout, for :func:`load_codes`; the
-    exported network computes what was validated. Other formats hold floats and are refused. To train only adapters of
-    int4 weights, use QuantizeBase with ``LoRA(variant="rounded")``.
+    exported network computes what was validated. Other formats hold floats and are refused. With LoRA (variant lora or
+    rslora, without dropout) only the adapters train, and the sum of weight and adapter is rounded, as in L4Q
+    (https://arxiv.org/abs/2402.04902). The sum takes the memory of the weight in each forward pass. For a base that is
+    stored in 4 bits use QuantizeBase with ``LoRA(variant="rounded")``.
 
     Args:
         format: ``int4``, with int8 activations; ``mxfp4``, ``mxfp8`` or ``nvfp4``, for weights and activations. NVFP4
@@ -153,12 +156,17 @@ class QuantizationAwareTraining(CheckpointHooks, Technique):
 
     phase = Phase.QUANTIZE
     alters = ("weights",)
-    conflicts: ClassVar[dict[str | Trait, str]] = {
+    conflicts: ClassVar[dict[str, str]] = {
         "QuantizeBase": "it stores rounded weights, which do not train; use one of the two",
         "Float8Precision": "it multiplies in float8, but the products are to be rounded otherwise; use one of the two",
-        Trait.ADAPTER: (
-            "it freezes the weights, which then are not trained for rounding, and would be merged into weights that "
-            "were rounded without it; use QuantizeBase with it (LoRA: variant rounded), or leave it out"
+        **dict.fromkeys(
+            ("IA3", "PeftAdapter", "PrefixTuning", "PromptTuning"),
+            "it freezes the weights, which then are not trained for rounding: use LoRA, whose sum with a weight is "
+            "rounded",
+        ),
+        **dict.fromkeys(
+            [f"LoRA(variant='{variant}')" for variant in ("dora", "pissa", "qalora", "rounded")],
+            "only the sum of a weight and a plain adapter is rounded here: use variant lora or rslora, or QuantizeBase",
         ),
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "4-bit weights that are trained with their rounding")}

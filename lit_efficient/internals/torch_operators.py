@@ -1,9 +1,10 @@
-"""Operators with private names in ``torch.ops.aten``, grouped by purpose. Checked with torch 2.13."""
+"""Operators with private names in ``torch.ops``, grouped by purpose. Checked with torch 2.13."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its operator
 from torch._ops import OpOverload as Overload
 
 __all__ = [
@@ -29,10 +30,12 @@ _ATTENTION = {
     "_scaled_dot_product_fused_attention_overrideable": "another device's",
 }
 MATMUL = [getattr(torch.ops.aten, name).default for name in _MATMUL]
-ATTENTION = [getattr(torch.ops.aten, name).default for name in _ATTENTION]
+_BY_LENGTHS = torch.ops.torch_attn._varlen_attn.default  # of `varlen_attn`
+ATTENTION = [*(getattr(torch.ops.aten, name).default for name in _ATTENTION), _BY_LENGTHS]
 # Kernels of torch's attention, each with an operator that only this kernel calls.
 ATTENTION_KERNELS = {getattr(torch.ops.aten, name).default: kind for name, kind in _ATTENTION.items()}
 ATTENTION_KERNELS[torch.ops.aten._safe_softmax.default] = "math"
+ATTENTION_KERNELS[_BY_LENGTHS] = "flash"
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 LSTM = torch.ops.aten.mkldnn_rnn_layer.default  # one layer of oneDNN in one direction
 _SHORT = (64, 128)  # lengths of the sequences that are measured; their workspaces are multiples of whole pages

@@ -15,6 +15,7 @@ from torch import nn
 
 from lit_efficient import (
     GPT,
+    IA3,
     ConfigurationError,
     ConflictError,
     GPTConfig,
@@ -251,6 +252,35 @@ def test_exports_in_blocks_are_torchao_s_conversion_and_compute_what_was_validat
     assert torch.equal(block_layer_of(entries).weight.dequantize(torch.float32), theirs.dequantize(torch.float32))
 
 
+@pytest.mark.parametrize("format", ["int4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_adapters_train_for_the_rounding_of_their_sum_with_the_weights(
+    format: str, precision: str, tmp_path: Path
+) -> None:
+    """Only adapters change; the export has the codes of the merged weights, and computes what was validated."""
+    torch.manual_seed(0)
+    module = LanguageModeling(CONFIG)
+    batch = [{"input_ids": row, "labels": row} for row in IDS]
+    techniques = [QuantizationAwareTraining(format=format), LoRA(rank=4, save_base=True)]
+    run = trainer(techniques, max_steps=4, limit_val_batches=0, precision=precision)
+    run.fit(module, loader := torch.utils.data.DataLoader(batch, 2), loader)
+    run.save_checkpoint(path := tmp_path / "a.ckpt")
+    layer = module.network.blocks[0].attention.query
+    assert layer.lora_B.abs().max() > 0
+    merged = layer.weight + layer.lora_scale * (layer.lora_B @ layer.lora_A)
+    x = torch.randn(3, 64)
+    plain = nn.Sequential(nn.Linear(64, 64, bias=False))
+    plain[0].weight = nn.Parameter(merged.detach())
+    apply(plain, [QuantizationAwareTraining(format=format)])
+    assert torch.equal(layer(x), plain(x))
+    folder = export_checkpoint(path, tmp_path / "out", "safetensors", check=False)
+    fresh = LanguageModeling(CONFIG)
+    fresh.configure_model()
+    load_codes(fresh, load_file(folder / "model.safetensors"))
+    with torch.no_grad():
+        torch.testing.assert_close(fresh.eval().network(IDS), module.eval().network(IDS), atol=1e-5, rtol=1e-5)
+
+
 def block_layer_of(entries: dict[str, torch.Tensor]) -> Any:
     from lit_efficient.internals.torchao_mx import block_layer
 
@@ -288,8 +318,11 @@ def test_tied_and_odd_layers_stay_and_are_named() -> None:
     assert "stem, blocks.0.down" in report.summary
     with pytest.raises(ConfigurationError, match=r"no linear layer whose inputs group_size=48.*\[16, 64\]"):
         apply(Net(), [QuantizationAwareTraining(group_size=48)])
-    with pytest.raises(ConflictError, match=r"LoRA.*rounded without it"):
-        trainer([QuantizationAwareTraining(8), LoRA(rank=2)]).fit(Toy("init"), data(), data())
+    for adapter, said in ((LoRA(rank=2, variant="dora"), "only the sum of a weight"), (IA3(), "freezes the weights")):
+        with pytest.raises(ConflictError, match=said):
+            trainer([QuantizationAwareTraining(8), adapter]).fit(Toy("init"), data(), data())
+    with pytest.raises(ConfigurationError, match=r"rounds its weight, .* without dropout"):
+        trainer([QuantizationAwareTraining(8), LoRA(rank=2, dropout=0.1)]).fit(Toy("init"), data(), data())
 
 
 class Reads(Net):

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from tests.internals.leaning import leans_on
 
@@ -48,13 +49,29 @@ def test_attention_without_a_kernel_is_known():
     assert {ATTENTION_KERNELS[operator] for operator in found & {*ATTENTION_KERNELS}} == {"math"}
 
 
-@leans_on("torch", ", ".join(f"aten._scaled_dot_product_{kernel}" for kernel in KERNELS), "torch_operators")
+OPERATORS = [*(f"aten._scaled_dot_product_{kernel}" for kernel in KERNELS), "torch_attn._varlen_attn"]
+
+
+@leans_on("torch", ", ".join(OPERATORS), "torch_operators")
 def test_attention_is_known():
     from lit_efficient.internals.torch_operators import ATTENTION
 
     x = torch.ones(1, 2, 8, 16, requires_grad=True)
     assert operators_of(lambda: F.scaled_dot_product_attention(x, x, x, is_causal=True)) & {*ATTENTION}
-    assert [str(operator) for operator in ATTENTION] == [f"aten._scaled_dot_product_{k}.default" for k in KERNELS]
+    assert [str(operator) for operator in ATTENTION] == [f"{name}.default" for name in OPERATORS]
+
+
+@leans_on("torch", "torch_attn._varlen_attn", "torch_operators")
+def test_attention_by_lengths_of_documents_is_flash_attention():
+    """AttentionBackend counts it. Fake tensors stand for a GPU's, which are the only ones that it takes."""
+    from lit_efficient.internals.torch_fake import FakeTensorMode
+    from lit_efficient.internals.torch_operators import ATTENTION_KERNELS
+
+    with FakeTensorMode(), torch.device("cuda"):
+        x, bounds = torch.empty(8, 2, 16, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int32)
+        how = {"window_size": (-1, 0), "enable_gqa": True}
+        found = operators_of(lambda: varlen_attn(x, x[:, :1], x[:, :1], bounds, bounds, 4, 4, **how))
+    assert {ATTENTION_KERNELS.get(operator) for operator in found} >= {"flash"}
 
 
 @leans_on("torch", "OpOverload._overloadpacket", "torch_operators")

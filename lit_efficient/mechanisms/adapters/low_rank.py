@@ -93,6 +93,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
     lora_mix: Mapping[str, float | Tensor] | None = None
     # The output is not a product with the weight: a router returns the experts that it chose.
     lora_inside: bool = False
+    rounds_sum: bool  # the layer rounds its weight, and the adapter belongs to what is rounded
 
     @property
     def made_of_weight(self) -> tuple[str, ...]:
@@ -109,7 +110,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's own output plus the adapter's contribution."""
-        if self.lora_inside and not self.adapter_off:
+        if (self.lora_inside or getattr(self, "rounds_sum", False)) and not self.adapter_off:
             return self._read_sum(x, *args, **kwargs)
         y: Any = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if self.adapter_off:
@@ -179,10 +180,12 @@ class LowRank(FollowsWeight, ReadsAdapted):
             )
         if self.lora_dropout or self.lora_variant not in ("lora", "rslora"):
             raise ConfigurationError(
-                f"LoRA: {self._layer_name()!r} returns more than a product with its weight, which requires variant "
-                "lora or rslora without dropout. Set these, or leave the layer out of targets"
+                f"LoRA: {self._layer_name()!r} rounds its weight, or returns more than a product with it, which "
+                "requires variant lora or rslora without dropout. Set these, or leave the layer out of targets"
             )
-        delta = (self.lora_scale * (self.lora_B @ self.lora_A)).to(self.weight.dtype)
+        # Without autocast, so that training in mixed precision and merging give the same sum.
+        with torch.autocast(self.weight.device.type, enabled=False):
+            delta = (self.lora_scale * (self.lora_B @ self.lora_A)).to(self.weight.dtype)
         with self.reading({"weight": self.weight + delta}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
