@@ -145,21 +145,18 @@ def test_a_plan_for_cuda_has_offloaded_tensors_of_two_blocks() -> None:
 
 
 def test_a_plan_for_cuda_offloads_the_blocks_that_the_bus_hides() -> None:
-    """A slow bus takes none of six blocks, a fast one all but the last, and others take some of them."""
+    """Copies that take the time of 1.5 blocks are hidden behind two: the first and the third of six are moved."""
 
-    def held(**how: Any) -> int:
-        return planned_for_cuda(6, *([le.ActivationOffload(min_bytes=1, **how)] if how else [])).kinds["activations"]
+    def planned(depth: int, *techniques: L.Callback) -> le.Plan:
+        return planned_for_cuda(depth, *techniques)
 
-    plain, slow, fast = held(), held(flops_per_byte=1e9), held(flops_per_byte=1e-3)
-    everything = planned_for_cuda(6, le.ActivationOffload(min_bytes=1)).kinds["activations"]
-    block = planned_for_cuda(7).kinds["activations"] - plain
-    assert slow == plain
-    assert fast == pytest.approx(everything, rel=0.05)
-    assert plain - fast > 3.5 * block
-    ratios = [2**power for power in range(-4, 12)]
-    found = [held(flops_per_byte=float(ratio)) for ratio in ratios]
-    assert found == sorted(found)
-    assert len({round((plain - one) / block) for one in found}) > 2  # some of the blocks between
+    plain, more = planned(6), planned(7)
+    block = more.kinds["activations"] - plain.kinds["activations"]
+    flops = (more.flops - plain.flops) / 3  # forward and backward pass
+    for blocks, moved in ((1.5, 2), (1e6, 0)):
+        technique = le.ActivationOffload(min_bytes=1, flops_per_byte=blocks * flops / block)
+        found = planned(6, technique).kinds["activations"]
+        assert plain.kinds["activations"] - found == pytest.approx(moved * block, abs=0.3 * block)
 
 
 def test_a_plan_for_cuda_has_swapped_weights_of_two_blocks_and_offloaded_states_of_two_pieces() -> None:
@@ -174,7 +171,7 @@ def test_a_plan_for_cuda_has_swapped_weights_of_two_blocks_and_offloaded_states_
     assert longer.kinds["weights"] == swapped.kinds["weights"]
     assert plain.kinds["weights"] - swapped.kinds["weights"] == 4 * block
     assert swapped.kinds["activations"] == plain.kinds["activations"]
-    assert swapped.host == 4 * block
+    assert swapped.host >= 4 * block
     whole = planned_for_cuda(6)
     away = planned_for_cuda(6, le.OffloadOptimizer(piece_mb=1))
     states = whole.resident["states"]
@@ -197,13 +194,13 @@ def test_a_plan_for_cuda_of_packed_rows_grows_linearly_with_their_length() -> No
     def peak(length: int, window: int | None) -> int:
         config = MistralConfig(**fields, sliding_window=window).to_dict()
         tokens = torch.zeros(length, dtype=torch.long)
-        row = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(length) % 1000}
+        row = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(length) % 300}
         module = le.LanguageModeling(le.CausalLMConfig(config_fields={"model_type": "mistral", **config}))
         trainer = L.Trainer(max_steps=2, accelerator="cpu", limit_val_batches=0, precision="bf16-true", **QUIET)
         return le.plan(LiveFit(trainer, module, DataLoader([row] * 4, 1)), device="cuda").peak
 
-    for window in (None, 512):
-        one, two, four = (peak(length, window) for length in (1024, 2048, 4096))
+    for window in (None, 128):
+        one, two, four = (peak(length, window) for length in (512, 1024, 2048))
         assert four - two <= 2.01 * (two - one)
 
 

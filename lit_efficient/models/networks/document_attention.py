@@ -36,7 +36,7 @@ from lit_efficient.distributed.row_slices import attend_slices, gather_rows, own
 from lit_efficient.internals.hugging_face import attention_of, set_attention
 from lit_efficient.internals.torch_as_cuda import kind_of
 from lit_efficient.internals.torch_compiler import runs_eagerly
-from lit_efficient.internals.torch_dispatch import has_values
+from lit_efficient.internals.torch_dispatch import has_values, no_dispatch_modes
 
 _BLOCK = 128
 
@@ -421,7 +421,7 @@ def _reach(network: Any, length: int) -> Reach | None:
     set_attention(config, name)
     make = getattr(network, "create_masks_for_generate", create_masks_for_generate)
     try:
-        with torch.device("cpu"):
+        with no_dispatch_modes(), torch.device("cpu"):  # with values, in a plan, too
             found = make(config, torch.empty(1, length, 0), None, None, position_ids=torch.arange(length)[None])
     except (TypeError, ValueError):  # transformers up to 5.19 builds no masks for layers with chunked attention
         return None
@@ -434,7 +434,8 @@ def _reach(network: Any, length: int) -> Reach | None:
     tables = [earlier for earlier in kinds.values() if earlier is not None]
     if not tables or kinds.get("", tables[0]) is None:
         return None
-    return Reach(found, all(torch.equal(table, torch.arange(length)) for table in tables))
+    with no_dispatch_modes(), torch.device("cpu"):
+        return Reach(found, all(torch.equal(table, torch.arange(length)) for table in tables))
 
 
 def _earlier(*_: object, mask_function: Callable[..., Tensor], q_length: int, **__: object) -> Tensor:
