@@ -2,7 +2,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from tests.internals.leaning import leans_on
 
@@ -59,19 +58,6 @@ def test_attention_is_known():
     x = torch.ones(1, 2, 8, 16, requires_grad=True)
     assert operators_of(lambda: F.scaled_dot_product_attention(x, x, x, is_causal=True)) & {*ATTENTION}
     assert [str(operator) for operator in ATTENTION] == [f"{name}.default" for name in OPERATORS]
-
-
-@leans_on("torch", "torch_attn._varlen_attn", "torch_operators")
-def test_attention_by_lengths_of_documents_is_flash_attention():
-    """AttentionBackend counts it. Fake tensors stand for a GPU's, which are the only ones that it takes."""
-    from lit_efficient.internals.torch_fake import FakeTensorMode
-    from lit_efficient.internals.torch_operators import ATTENTION_KERNELS
-
-    with FakeTensorMode(), torch.device("cuda"):
-        x, bounds = torch.empty(8, 2, 16, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int32)
-        how = {"window_size": (-1, 0), "enable_gqa": True}
-        found = operators_of(lambda: varlen_attn(x, x[:, :1], x[:, :1], bounds, bounds, 4, 4, **how))
-    assert {ATTENTION_KERNELS.get(operator) for operator in found} >= {"flash"}
 
 
 @leans_on("torch", "OpOverload._overloadpacket", "torch_operators")

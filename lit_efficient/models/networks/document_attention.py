@@ -453,7 +453,7 @@ def _earlier(*_: object, mask_function: Callable[..., Tensor], q_length: int, **
         sees = mask_function(zero, zero, index, middle)
         low = torch.where(sees, low, torch.minimum(middle + 1, high))
         high = torch.where(sees, middle, high)
-    further = torch.linspace(0, q_length - 1, 16).long()
+    further = torch.arange(16) * (q_length - 1) // 15
     for row in (*index[:_SQUARE], *further):
         seen = mask_function(zero, zero, row, index)
         if not torch.equal(seen.expand_as(index), (index >= low[row]) & (index <= row)):
