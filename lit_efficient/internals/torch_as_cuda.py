@@ -60,12 +60,12 @@ def kind_of(device: torch.device) -> str:
 
 
 def stands_in(tensor: Tensor) -> bool:
-    """Return whether a tensor without values stands for one on another device. Its copies are told by `moves`."""
+    """Return whether a tensor without values stands for one on another device. `moves` reports its copies."""
     return isinstance(tensor, FakeTensor) and kind_of(tensor.device) != tensor.device.type
 
 
 def moves(tensor: Tensor, away: bool) -> None:
-    """Tell all watchers that the memory of a stand-in leaves its device for CPU memory, or comes back."""
+    """Notify all watchers that the memory of a stand-in leaves its device for CPU memory, or comes back."""
     for watcher in _WATCHERS:
         watcher(tensor, away)
 

@@ -162,7 +162,12 @@ def _types(device):
 
 
 @pytest.mark.filterwarnings("ignore")
-@leans_on("torch", "torch._C._dispatch_get_all_op_names", "torch_as_cuda")
+@leans_on(
+    "torch",
+    "torch._C._dispatch_get_all_op_names, _upsample_bilinear2d_aa, _upsample_bicubic2d_aa, _convolution, "
+    "_scaled_dot_product_flash_attention, _thnn_fused_gru_cell, _thnn_fused_lstm_cell",
+    "torch_as_cuda",
+)
 def test_every_operator_gets_the_type_that_autocast_of_this_torch_gives_it_on_cuda():
     """Torch's own autocast acts on fake CUDA tensors, without a GPU. A new torch with other lists fails here."""
     from lit_efficient.internals import torch_as_cuda
