@@ -101,7 +101,7 @@ class ActivationOffload(Technique):
         self.blocks = blocks
         self.flops_per_byte = flops_per_byte
         self._reported = False
-        self._recomputed: list[nn.Module] = []  # blocks that recompute unless they are offloaded
+        self._recomputed: list[Any] = []  # blocks that recompute unless they are offloaded
 
     def check(self, trainer: Trainer, module: LightningModule) -> None:
         device = trainer.strategy.root_device

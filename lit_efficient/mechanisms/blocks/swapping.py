@@ -298,7 +298,7 @@ class _Block:
         return module is not None and any(stands_in(parameter) for parameter in module.parameters())
 
     def _pretend(self, there: bool) -> None:
-        """Tell the meter of a plan where the weights are. They stay where they are."""
+        """Report to the meter of a plan where the weights would be. Nothing is moved."""
         module = self.module()
         assert module is not None
         if there != self.there or not self.tensors:
