@@ -146,7 +146,7 @@ class KindMeter(TorchDispatchMode):
             if piece is None or piece.away == away:
                 continue
             moved = _Piece(piece.size, piece.kind, away)
-            moved.ref = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            moved.ref = self._reference(storage)
             piece.ref = None
             self._pieces[key] = moved
             self._log += [(piece, False, self._now()), (moved, True, self._now())]
@@ -261,10 +261,14 @@ class KindMeter(TorchDispatchMode):
         if key in self._pieces or place not in (self.device, "cpu"):
             return
         piece = _Piece(storage.nbytes(), kind, away=place != self.device)
-        # The callback tells when the storage is freed.
-        piece.ref = weakref.ref(storage, lambda _: self._forget(key))
+        piece.ref = self._reference(storage)
         self._pieces[key] = piece
         self._log.append((piece, True, self._now()))
+
+    def _reference(self, storage: torch.UntypedStorage) -> weakref.ref[object]:
+        """Return a reference whose callback tells when the storage is freed."""
+        key = storage_id(storage)
+        return weakref.ref(storage, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:
         piece = self._pieces.pop(key, None)

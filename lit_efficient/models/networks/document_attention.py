@@ -282,7 +282,11 @@ def _flex_works(dtype: torch.dtype, head_dim: int) -> bool:
 @functools.cache
 def _flex_tried(dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether FlexAttention works. It fails without Triton or a compiler, and for some sizes."""
-    return _tried("FlexAttention", lambda *given: _in_blocks(*given, _flex()), dtype, head_dim)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
+        return _in_blocks(query, key, value, starts, _flex())
+
+    return _tried("FlexAttention", attend, dtype, head_dim)
 
 
 @functools.cache
