@@ -219,7 +219,7 @@ class _LowRankLinear(LowRank):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return ``W x + s B A x``."""
         plain = self.lora_variant in ("lora", "rslora") and self.lora_mix is None and not args and not kwargs
-        if not plain or self.lora_inside or self.adapter_off:
+        if not plain or self.lora_inside or getattr(self, "rounds_sum", False) or self.adapter_off:
             return super().forward(x, *args, **kwargs)
         layer: Any = self
         own: Any = unmixed(layer)
