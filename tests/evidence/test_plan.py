@@ -205,11 +205,12 @@ def test_a_plan_for_cuda_of_packed_rows_grows_linearly_with_their_length() -> No
 
 
 def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
-    """The bytes of an additional block: outputs of products, rotations and gates, inputs of norms."""
+    """The bytes of an additional block: outputs of products and gates, inputs of norms. Rotary tables are shared."""
     rows = BATCH * LENGTH
     norms = 2 * rows * (2 * 2 * DIM + 4)  # input, output, 1/rms
-    attention = rows * (3 * 2 * DIM + 2 * 2 * DIM // 2 + 4 * HEADS)  # q, its result and that by token; k, v; sums
-    attention += 2 * 2 * rows * DIM // HEADS  # tables of the rotation, for q and for k; no mask
+    attention = rows * (
+        3 * 2 * DIM + 2 * 2 * DIM // 2 + 4 * HEADS
+    )  # q, its result and that by token; k, v; sums; no mask
     gates = 4 * 2 * rows * HIDDEN
     one, two = (planned_for_cuda(depth).kinds["activations"] for depth in (1, 2))
     assert two - one == norms + attention + gates
