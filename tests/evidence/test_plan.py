@@ -208,9 +208,7 @@ def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
     """The bytes of an additional block: outputs of products and gates, inputs of norms. Rotary tables are shared."""
     rows = BATCH * LENGTH
     norms = 2 * rows * (2 * 2 * DIM + 4)  # input, output, 1/rms
-    attention = rows * (
-        3 * 2 * DIM + 2 * 2 * DIM // 2 + 4 * HEADS
-    )  # q, its result and that by token; k, v; sums; no mask
+    attention = rows * (2 * 2 * DIM + 2 * 2 * DIM // 2 + 4 * HEADS)  # q and its result, by token; k, v; sums
     gates = 4 * 2 * rows * HIDDEN
     one, two = (planned_for_cuda(depth).kinds["activations"] for depth in (1, 2))
     assert two - one == norms + attention + gates
