@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.errors import check_number, checks_types, refusal
+from lit_efficient.internals.torch_modules import StaysFloat32
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.feature_matching import repa_loss
 from lit_efficient.mechanisms.alignment import make_head, match_positions
 from lit_efficient.models.networks.dit import DiT, DiTConfig
-from lit_efficient.models.probes.modes import call_with
+from lit_efficient.surgery import NewLayer
 
 _EPS = 1e-4  # of the batch norm in the authors' code
 
@@ -60,13 +61,15 @@ class EndToEnd:
                 raise refusal("EndToEnd", f"backbone.{name}", repr(type(value)()), value)
 
 
-class JointDiffusion(nn.Module):
+class JointDiffusion(StaysFloat32, NewLayer):
     """The transformer, the projection of its tokens, and the normalisation of the latents.
 
     Args:
         settings: Settings of the loss.
         features: Width of the encoder's features.
     """
+
+    float32 = ("",)
 
     def __init__(self, settings: EndToEnd, features: int) -> None:
         super().__init__()
@@ -86,13 +89,14 @@ class JointDiffusion(nn.Module):
             labels: Labels [B]; for a transformer with classes.
         """
         latents = latents.float()
-        t = torch.rand(len(latents), device=latents.device)
+        t = torch.rand(len(latents), dtype=torch.float32, device=latents.device)
         eps = torch.randn_like(latents)
-        frozen = {name: parameter.detach() for name, parameter in self.named_parameters()}
         normalised = self._normalised(latents)
-        aligned = call_with(
-            self, frozen, lambda: self._alignment(self._noisy(normalised, eps, t), t, features, labels)[0]
-        )
+        seen = normalised.detach().requires_grad_()
+        value = self._alignment(self._noisy(seen, eps, t), t, features, labels)[0]
+        # Taken here, because a backward pass through these blocks would reach their weights.
+        (gradient,) = torch.autograd.grad(value, seen)
+        aligned = value.detach() + ((normalised - seen.detach()) * gradient).sum()
         shown = labels
         if labels is not None and self.settings.label_dropout:
             hidden = torch.rand(len(latents), device=latents.device) < self.settings.label_dropout

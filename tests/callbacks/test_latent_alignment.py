@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lit_efficient import (
+    ActivationCheckpointing,
     AutoencoderConfig,
     Autoencoding,
     ConfigurationError,
@@ -246,6 +247,25 @@ def test_the_transformer_trains_beside_the_autoencoder_and_is_not_exported(tmp_p
     run.save_checkpoint(tmp_path / "a.ckpt")
     loaded = Autoencoding.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True).eval()
     assert torch.equal(loaded(IMAGES), module.eval()(IMAGES))
+
+
+@pytest.mark.filterwarnings("ignore:FusedAdamW steps")  # 16-bit weights of the autoencoder
+@pytest.mark.parametrize(("precision", "techniques"), [("bf16-true", []), ("32-true", [ActivationCheckpointing()])])
+def test_the_transformer_trains_in_float32_and_beside_recomputation(precision, techniques):
+    loss = EndToEnd(DiTConfig(channels=2, size=4, width=16, depth=2, heads=2, num_classes=0), block=1, hidden=8)
+    values = []
+    for given in ([], techniques):
+        torch.manual_seed(0)
+        module = Autoencoding(AutoencoderConfig(latent_channels=2, width=8), learning_rate=1e-2)
+        technique = LatentAlignment(encoder(), weight=1.5, loss=loss)
+        loader = DataLoader(TensorDictDataset({"images": IMAGES}), batch_size=8)
+        settings = {**QUIET, "limit_val_batches": 0, "max_epochs": 2, "precision": precision}
+        run = L.Trainer(callbacks=[technique, *given], **settings)
+        run.fit(module, loader, loader)
+        heads = module.latent_alignment_heads["0"]
+        assert {tensor.dtype for tensor in (*heads.parameters(), heads.norm.running_var)} == {torch.float32}
+        values.append(float(run.callback_metrics["train/latent_alignment_network"]))
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
