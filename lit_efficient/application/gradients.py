@@ -6,7 +6,8 @@ Order in each optimizer step, whatever the order of ``Trainer(callbacks=...)``:
 2. All callbacks' and the module's ``on_before_optimizer_step`` run, for example `NonFiniteGuard`.
 3. Techniques with :class:`GradientHooks` act in the order of their phases: GUARD, GRADIENT, CLIP.
 4. Lightning applies ``Trainer(gradient_clip_val=...)`` or the module's ``configure_gradient_clipping``: after all
-   changes, so that its limit holds for what the optimizer gets. With manual optimization Lightning does not clip.
+   changes, so that its limit holds for what the optimizer gets. With manual optimization Lightning does not clip. If
+   nothing acts in 3 and the module has no hook of its own, `NonFiniteGuard` reads the norm that is computed here.
 5. The optimizer steps.
 """
 

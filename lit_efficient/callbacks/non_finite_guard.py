@@ -3,16 +3,18 @@
     max_i |g_i| < 1e16, over all gradients of the optimizer
 
 Saves: the weights and optimizer states of a run in which one batch has an error or overflows
-Costs: one fused pass over the gradients (about as much as clipping them) and one wait for the device per optimizer step
+Costs: one wait for the device per optimizer step, and one fused pass over the gradients, unless ``gradient_clip_val``
+    clips by norm: then the norm that clipping computes is checked
 Source: the check of torch.amp.GradScaler, usable without loss scaling
 
 The check uses the maximum and not the 2-norm, because squares of large finite gradients overflow. The bound of 1e16
 exists because they also overflow in Adam's second moment, which then stays infinite, so that its weights never change
-again, without any error.
+again, without any error. No element is larger than the 2-norm, so a norm below the bound makes the maximum unnecessary.
 """
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,10 +27,12 @@ from torch.optim import Optimizer
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.errors import ChecksTypes, DivergedError, check_number, diagnostic, listed
 from lit_efficient.files.checkpoints import is_floating
+from lit_efficient.internals.lightning_clipping import clips_directly, leave_norm, watch_norm
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import TrainerOnly
 from lit_efficient.internals.torch_shards import largest_of_all
 from lit_efficient.internals.torch_trees import tree_leaves
+from lit_efficient.optimizers.host_states import Streamed
 from lit_efficient.optimizers.in_backward import InBackward
 from lit_efficient.surgery import is_sharded, local
 
@@ -105,11 +109,17 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
         self._consecutive = 0
         self._batch: Any = None  # the current batch, to find the cause of a gradient that is not finite
         self._largest: dict[Tensor, Tensor] = {}  # largest magnitudes of gradients that the backward pass has freed
+        self._reads_norm = False  # True if gradients are checked when the trainer clips them
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, InBackward):
                 optimizer.in_backward.watchers.append(self._check_and_clean)
+        leave_norm(trainer.precision_plugin)  # a run that died may have left it
+        steps_whole = not any(isinstance(optimizer, InBackward | Streamed) for optimizer in trainer.optimizers)
+        self._reads_norm = steps_whole and clips_directly(trainer, pl_module)
+        if self._reads_norm:
+            watch_norm(trainer.precision_plugin, partial(self._check_norm, trainer, pl_module))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Check the learning rates before the backward pass, in which some optimizers step."""
@@ -124,6 +134,19 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
                 )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if not self._reads_norm:
+            self._check(trainer, pl_module, optimizer)
+
+    def _check_norm(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, norm: Any) -> bool:
+        """Check gradients by their norm before they are clipped. Return False if the step is skipped."""
+        size = float(norm.full_tensor() if is_sharded(norm) else norm)
+        if size < LIMIT:
+            self._consecutive = 0
+            return True
+        return self._check(trainer, module, optimizer)  # the norm may be infinite although no gradient is
+
+    def _check(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> bool:
+        """Check the gradients of an optimizer. Return False if the step is skipped."""
         freed = isinstance(optimizer, InBackward)
         gradients = self._largest if freed else gradients_of(optimizer)
         self._largest = {}
@@ -133,7 +156,7 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
             finite = trainer.strategy.reduce_boolean_decision(finite)
         if finite:
             self._consecutive = 0
-            return
+            return True
         self._check_weights(trainer, pl_module)
         self.skipped += 1
         self._consecutive += 1
@@ -141,7 +164,7 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
         # The scaler skips steps with NaN or Inf by itself, but not steps with large finite gradients.
         scales = scaler is not None and not math.isfinite(size)
         if scales and (self._consecutive <= self.max_consecutive or scaler.get_scale() >= 1):
-            return
+            return True
         what = "not finite"
         if LIMIT <= size < math.inf:
             what = f"beyond {LIMIT:g}"
@@ -162,6 +185,7 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
             raise DivergedError(f"NonFiniteGuard: {where}, after {self._consecutive - 1} consecutive skipped steps")
         rank_zero_warn(f"NonFiniteGuard: {where}; the step is skipped")
         optimizer.zero_grad()
+        return False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._batch = batch
@@ -187,7 +211,11 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
         explain = getattr(module, "explain_not_finite", None)
         return explain() if callable(explain) else None
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        leave_norm(trainer.precision_plugin)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        leave_norm(trainer.precision_plugin)
         self._check_weights(trainer, pl_module)
         states: dict[Tensor, list[Tensor]] = {}
         for optimizer in trainer.optimizers:

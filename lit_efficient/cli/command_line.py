@@ -52,6 +52,7 @@ from lit_efficient.files.checkpoints import Checkpoint, state_of
 from lit_efficient.files.runs import real
 from lit_efficient.internals.jsonargparse_parser import spelt_for, subcommands
 from lit_efficient.internals.lightning_cli import OpenCLI
+from lit_efficient.internals.lightning_hooks import skip_empty_hooks
 from lit_efficient.internals.lightning_strategies import pickles
 from lit_efficient.internals.lightning_wandb import begin_late
 from lit_efficient.internals.wraps import wrap_method
@@ -301,6 +302,7 @@ class LitEfficientCLI(OpenCLI):
                 "cannot be pickled: use ddp, or ddp_fork"
             )
         prefetch(made, self.subcommand)
+        skip_empty_hooks(made)
         started = 1
         if is_torchelastic_launched():
             started = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,9 +1,11 @@
+import contextlib
 import math
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard, largest
@@ -58,6 +60,72 @@ def test_a_step_that_is_left_out_changes_nothing(value, manual, clip):
     assert not any(map(torch.equal, at, after))
     assert all(torch.isfinite(value).all() for value in after)
     assert guard.state_dict() == {"skipped": 1, "consecutive": 0}
+
+
+class NormBytes(TorchDispatchMode):
+    """Counts the bytes of tensors of which an operator computes norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "norm" in str(func):
+            tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            self.bytes += sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
+        return func(*args, **(kwargs or {}))
+
+
+class Wide(Explodes):
+    """Module with a weight of 4,096 bytes."""
+
+    def __init__(self, *bad, **arguments):
+        super().__init__(*bad, **arguments)
+        self.layer = torch.nn.Linear(1, 1024, bias=False)
+
+
+class OwnHook(Wide):
+    """Module with a hook of its own, which may change gradients before they are clipped."""
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "clip", "callbacks", "passes"),
+    [
+        (Wide, None, [], 0),
+        (Wide, None, [NonFiniteGuard], 1),
+        (Wide, 1.0, [], 1),
+        (Wide, 1.0, [NonFiniteGuard], 1),
+        (OwnHook, 1.0, [NonFiniteGuard], 2),
+    ],
+)
+def test_no_second_norm_is_computed_where_gradients_are_clipped(kind, clip, callbacks, passes):
+    module = kind()
+    with NormBytes() as norms:
+        fit(module, *(callback() for callback in callbacks), pl.Callback(), gradient_clip_val=clip)
+    assert norms.bytes // (6 * 4096) == passes
+    reference = kind()
+    fit(reference, pl.Callback(), gradient_clip_val=clip)
+    assert all(map(torch.equal, module.history[-1], reference.history[-1]))
+
+
+def test_a_norm_that_overflows_although_no_gradient_is_too_large_skips_nothing():
+    module, guard = Wide(2, value=9e15), NonFiniteGuard("skip")
+    fit(module, guard, gradient_clip_val=1.0)
+    assert guard.skipped == 0
+    assert not torch.equal(module.history[1][0], module.history[2][0])
+    with pytest.warns(UserWarning, match=r"at step 2 gradients are beyond 1e\+16 in layer.weight; the step is skipped"):
+        fit(Wide(2, value=2e16), NonFiniteGuard("skip"), gradient_clip_val=1.0)
+
+
+def test_after_a_run_nothing_watches_the_clipping():
+    for module in (Explodes(), Explodes(2)):
+        made = trainer([NonFiniteGuard()], max_epochs=1, accumulate_grad_batches=1, gradient_clip_val=1.0)
+        with contextlib.suppress(DivergedError):
+            made.fit(module)
+        assert "clip_grad_by_norm" not in vars(made.precision_plugin)
 
 
 def test_without_it_the_weights_are_lost():
