@@ -1,33 +1,35 @@
 """Train a network in the shape of Llama-3.2-3B on one GPU, with one more technique on each rung.
 
-    python -m benchmarks.ladder_gpu base            one rung in this process; benchmarks/gpu.sh runs them all
+    python -m benchmarks.ladder_gpu base LoRA       rungs, one after the other in this process; without names all
     python -m benchmarks.ladder_gpu --list
+    python -m benchmarks.ladder_gpu '8B QLoRA, 2k' --profile       also where the time of a step goes
     python -m benchmarks.ladder_gpu base --device cpu --tiny       test that the rung runs, on a tiny network
 
 Further rungs train the shape of an 8B model and search for the longest context. Weights are random bfloat16, the
 optimizer is AdamW, and rows have 4,096 tokens. The output is:
 
 - the peak of the allocator,
-- tokens per second (two warm-up steps, four timed steps),
+- tokens per second (two warm-up steps, three timed steps),
 - the utilisation of the device's dense bfloat16 peak, at 6 N T operations, if that peak is known.
 
 A rung that runs out of memory reports this and exits with status 0. A limit in GiB is set in the allocator to emulate
 a smaller card. The longest context is extrapolated from the peaks at two lengths, because the peak grows linearly. If
-the extrapolated step takes less than 45 s, it is run; the result records whether it was. Rungs that are started at the
-same time wait for each other.
+the extrapolated step takes less than 45 s, it is run; the result records whether it was. Rungs of one process share its
+imports and compiled kernels, and not its memory. With ``--seconds`` no rung is begun that would usually end later.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
+import faulthandler
+import gc
 import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import lit_efficient as le
@@ -57,6 +59,7 @@ class Rung:
         limit_gib: Memory limit of the allocator, in GiB.
         longest: Whether to find the longest rows that fit.
         needs: Packages that the rung requires.
+        usual: Seconds that the rung usually takes in a process that has run others.
     """
 
     techniques: Callable[[], list[Any]] = list
@@ -68,6 +71,7 @@ class Rung:
     limit_gib: float | None = None
     longest: bool = False
     needs: tuple[str, ...] = ()
+    usual: float = 15
 
 
 def small() -> list[Any]:
@@ -101,8 +105,8 @@ RUNGS = {
     "packed": Rung(packed=8, expected="base, plus a mask of 2 x 4096 x 4096; not the memory of float scores"),
     "chunked loss": Rung(lambda: [le.ChunkedCrossEntropy()], "base less 2 to 3 copies of the logits (8 to 12 GiB)"),
     "checkpointing": Rung(small, "24 GiB, 28 inputs of blocks (1.3 GiB) and one block; a third more time"),
-    "compile": Rung(lambda: [*small(), le.Compile()], "checkpointing's memory or less, faster"),
-    "float8": Rung(float8, "compile's memory; linear layers up to twice as fast", needs=("torchao",)),
+    "compile": Rung(lambda: [*small(), le.Compile()], "checkpointing's memory or less, faster", usual=60),
+    "float8": Rung(float8, "compile's memory; linear layers up to twice as fast", needs=("torchao",), usual=60),
     "optimizer in backward": Rung(
         lambda: [*small(), le.OptimizerInBackward()], "checkpointing less 6 GiB of gradients, plus one layer's"
     ),
@@ -136,10 +140,10 @@ RUNGS = {
     "8B QLoRA, 2k": Rung(qlora, "torchtune 7.4 GiB", shape="8B", batch=1, length=2048, needs=BNB),
     "8B full": Rung(small, "8.03 B x 8 bytes = 60 GiB: fits 80 GiB by little", shape="8B"),
     "8B QLoRA, 24 GiB": Rung(
-        longest, "longest context; unsloth 78k", shape="8B", batch=1, limit_gib=24, longest=True, needs=BNB
+        longest, "longest context; unsloth 78k", shape="8B", batch=1, limit_gib=24, longest=True, needs=BNB, usual=70
     ),
     "8B QLoRA, 80 GiB": Rung(
-        longest, "longest context; unsloth 343k", shape="8B", batch=1, limit_gib=80, longest=True, needs=BNB
+        longest, "longest context; unsloth 343k", shape="8B", batch=1, limit_gib=80, longest=True, needs=BNB, usual=70
     ),
     "8B QLoRA in tiles, 24 GiB": Rung(
         tiled,
@@ -149,6 +153,7 @@ RUNGS = {
         limit_gib=24,
         longest=True,
         needs=BNB,
+        usual=70,
     ),
     "8B QLoRA in tiles, 80 GiB": Rung(
         tiled,
@@ -158,6 +163,7 @@ RUNGS = {
         limit_gib=80,
         longest=True,
         needs=BNB,
+        usual=70,
     ),
     "Flux LoRA, 512 px, 8 GiB": Rung(
         swapped, "kohya trains it in 8 GB", shape="flux", batch=1, length=1024, limit_gib=8, needs=("diffusers",)
@@ -244,7 +250,18 @@ class Climb:
         self.optimizer.step(closure)
         self.optimizer.zero_grad()
 
-    def measure(self, length: int, steps: int = 4, warm: int = 2) -> dict[str, Any]:
+    def profile(self, length: int) -> str:
+        """Return a table of the operators and kernels that take most of a step's time, on the CPU and on the device."""
+        import torch
+
+        with torch.profiler.profile() as profiler:
+            self.step(length)
+        order = "self_device_time_total" if self.device == "cuda" else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        tables = [averages.table(sort_by=key, row_limit=15) for key in dict.fromkeys([order, "self_cpu_time_total"])]
+        return "\n".join(tables)
+
+    def measure(self, length: int, steps: int = 3, warm: int = 2) -> dict[str, Any]:
         import torch
 
         from benchmarks.clock import now
@@ -269,31 +286,56 @@ class Climb:
         return found
 
 
-def climb(rung: Rung, device: str) -> dict[str, Any]:
+def climb(name: str, rung: Rung, device: str, profile: bool = False) -> dict[str, Any]:
     """Return the figures of a rung. With ``longest``, return those of the longest rows that fit."""
     import torch
 
-    if device == "cuda" and rung.limit_gib is not None:
+    cuda = device == "cuda"
+    if cuda:
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, rung.limit_gib * 2**30 / total))
+        limit = total if rung.limit_gib is None else rung.limit_gib * 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
     found: dict[str, Any] = {}
+    top = None
     try:
         top = Climb(rung, device)
-        found = top.measure(rung.length)
-        if rung.longest and rung.limit_gib and device == "cuda":
-            print("RESULT " + json.dumps(found), flush=True)  # Printed early because a time limit may end the process.
-            found = find_longest(top, rung.limit_gib)
+        if rung.longest and rung.limit_gib and cuda:
+            found = find_longest(top, rung.limit_gib, name)
+        else:
+            found = top.measure(rung.length)
+        if profile:
+            print(top.profile(rung.length), flush=True)
     except torch.OutOfMemoryError as error:
         found["does not fit"] = str(error).splitlines()[0][:200]
+    finally:
+        del top
+        release(cuda)
     return found
 
 
-def find_longest(top: Climb, limit_gib: float) -> dict[str, Any]:
+def release(cuda: bool) -> None:
+    """Free the memory of a rung before the next one."""
+    import torch
+
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch.compiler.reset()
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+
+
+def say(name: str, figures: dict[str, Any], done: bool) -> None:
+    """Print figures of a rung for the driver, which reads them also if the process ends before ``done``."""
+    print("RESULT " + json.dumps({"rung": name, "done": done, **figures}), flush=True)
+
+
+def find_longest(top: Climb, limit_gib: float, name: str = "") -> dict[str, Any]:
     """Return the longest row length, extrapolated from two lengths, with the figures of the longest step run."""
     import torch
 
-    short = top.measure(8192, steps=1, warm=1)
-    long = top.measure(24576, steps=1, warm=0)
+    short = top.measure(8192, steps=3, warm=1)
+    say(name, short, done=False)
+    long = top.measure(24576, steps=3, warm=1)
     distance = long["length"] - short["length"]
     slope = (long["peak_gib"] - short["peak_gib"]) / distance
     reserve = 0.02 * limit_gib + 0.3  # what the allocator loses between its pieces
@@ -306,7 +348,7 @@ def find_longest(top: Climb, limit_gib: float) -> dict[str, Any]:
     for _ in range(3):
         if seconds > 45:
             return found
-        print("RESULT " + json.dumps(found), flush=True)
+        say(name, found, done=False)
         torch.cuda.empty_cache()
         try:
             return {**found, **top.measure(length, steps=1, warm=0), "longest was run": True}
@@ -318,23 +360,34 @@ def find_longest(top: Climb, limit_gib: float) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rung", nargs="?", choices=list(RUNGS))
+    parser.add_argument("rungs", nargs="*", metavar="RUNG", help=", ".join(RUNGS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print where the time of a step goes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no rung that usually ends later")
+    parser.add_argument("--limit", type=float, default=240, help="seconds after which a rung ends the process")
     options = parser.parse_args()
-    if options.list or options.rung is None:
+    unknown = [name for name in options.rungs if name not in RUNGS]
+    if unknown:
+        parser.error(f"there is no rung {unknown[0]!r}; --list names them")
+    if options.list:
         print("\n".join(f"{name:20} {rung.expected}" for name, rung in RUNGS.items()))
         return 0
+    begin = time.monotonic()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    rung = RUNGS[options.rung]
-    if options.tiny:
-        rung = replace(rung, shape="tiny", length=64, longest=False)
-    for name in ("torch", "lit_efficient.application", *rung.needs):
-        importlib.import_module(name)
-    with Path(__file__).open() as turn:  # what imports, imports beside the rung that has the device
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        print("RESULT " + json.dumps(climb(rung, options.device)), flush=True)
+    for name in options.rungs or RUNGS:
+        rung = RUNGS[name]
+        if options.tiny:
+            rung = replace(rung, shape="tiny", length=64, longest=False)
+        if time.monotonic() - begin + rung.usual > options.seconds:
+            print(f"{name}: left out, as {options.seconds:g} seconds are nearly over", flush=True)
+            return 0
+        faulthandler.dump_traceback_later(options.limit, exit=True)
+        for package in ("torch", "lit_efficient.application", *rung.needs):
+            importlib.import_module(package)
+        say(name, climb(name, rung, options.device, options.profile), done=True)
+        faulthandler.cancel_dump_traceback_later()
     return 0
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def test_a_crash_a_hang_and_a_missing_package_are_rows(drive: Any, tmp_path: Pat
     driver = drive.Driver(tmp_path, header, minutes=1, again=False, environment={}, start=drive.launch)
     driver.run(plan, 1)
     rows = {name: row["status"] for name, row in driver.rows.items()}
-    assert rows == dict(zip(rows, ["crashed", "out of time", "skipped", "failed", "ok"], strict=True))
+    found = {"crash": "crashed", "hang": "out of time", "missing": "skipped", "fails": "failed", "works": "ok"}
+    assert rows == found
     assert driver.rows["crash"]["result"] == {"before": 1}
     page = (tmp_path / "report.md").read_text()
     assert "| missing | skipped: needs no_such_package |" in page
@@ -94,6 +96,127 @@ def test_a_crash_a_hang_and_a_missing_package_are_rows(drive: Any, tmp_path: Pat
     assert {name: row["status"] for name, row in late.rows.items()} == rows  # no time: what was found stays
     late.run([*plan, piece("new", "")], 1)
     assert late.rows["new"]["status"] == "not reached"
+
+
+SHARED = """
+import faulthandler, json, os, sys, time
+names = sys.argv[1:sys.argv.index("--seconds")]
+for name in names:
+    faulthandler.dump_traceback_later(float(sys.argv[-1]), exit=True)
+    print("RESULT", json.dumps({"rung": name, "done": False, "peak_gib": 1, "process": os.getpid()}), flush=True)
+    if name == "abort":
+        os.abort()
+    if name == "hang":
+        time.sleep(60)
+    if name == "clock":
+        sys.exit(0)
+    print("words of", name, flush=True)
+    print("RESULT", json.dumps({"rung": name, "done": True, "peak_gib": 2, "process": os.getpid()}), flush=True)
+"""
+
+
+def test_pieces_of_one_process_have_rows_of_their_own_whatever_ends_it(drive: Any, tmp_path: Path) -> None:
+    def piece(name: str) -> Any:
+        return drive.Piece(f"ladder/{name}", "ladder", ["-c", SHARED, name], 2, keep=100, shares=True)
+
+    first, second = [piece(name) for name in ("a", "b", "abort", "c", "hang", "d")], [piece("clock"), piece("e")]
+    header = drive.header("cpu", "", [])
+    driver = drive.Driver(tmp_path, header, minutes=1, again=False, environment={}, start=drive.launch)
+    driver.run([*first, *second], 1)
+    rows = {name.removeprefix("ladder/"): row for name, row in driver.rows.items()}
+    found = {name: row["status"] for name, row in rows.items()}
+    assert found == {"a": "ok", "b": "ok", "abort": "crashed", "c": "ok", "hang": "out of time", "d": "ok"} | {
+        "clock": "not reached",
+        "e": "not reached",
+    }
+    assert driver.left_out == ["ladder/clock", "ladder/e"]
+    assert [rows[name]["result"]["peak_gib"] for name in found if name not in ("clock", "e")] == [2, 2, 1, 2, 1, 2]
+    processes_of = [rows[name]["result"]["process"] for name in ("a", "b", "abort", "c", "hang", "d")]
+    assert [processes_of.index(one) for one in processes_of] == [0, 0, 0, 3, 3, 5]  # one until a piece ends it
+    assert rows["b"]["output"] == "words of b"
+    again = drive.Driver(tmp_path, header, minutes=1, again=False, environment={}, start=drive.launch)
+    again.run([*first, piece("e")], 1)
+    assert again.rows["ladder/e"]["status"] == "ok"
+    assert (again.rows["ladder/a"], again.left_out) == (rows["a"], [])
+
+
+def test_only_what_has_changed_runs_again_and_what_would_end_late_waits_for_the_next_call(
+    drive: Any, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+
+    def start(words: list[str], log: Path, limit: float, environment: dict[str, str]) -> int:
+        ran.append(words[0])
+        return 0
+
+    def run(minutes: float, *plan: Any) -> Any:
+        ran.clear()
+        driver = drive.Driver(tmp_path, drive.header("cpu", "", []), minutes, False, {}, start)
+        driver.run(list(plan), 1)
+        return driver
+
+    short = drive.Piece("short", "tests", ["short"], usual=9, fingerprint="1")
+    long = drive.Piece("long", "tests", ["long"], usual=50, fingerprint="1")
+    last = drive.Piece("last", "tests", ["last"], usual=9, fingerprint="1")
+    driver = run(0.5, short, long, last)
+    assert (ran, driver.left_out) == (["short", "last"], ["long"])
+    assert "| long | not reached: it usually takes 50 s, more than was left of 0.5 minutes |" in (
+        tmp_path / "report.md"
+    ).read_text("utf-8")
+    run(2, short, long, last)
+    assert ran == ["long"]
+    run(0.5, replace(short, fingerprint="2"), replace(long, fingerprint="2"), last)
+    assert ran == ["short", "long"]  # the last run of the long one took no time, and this counts
+
+
+def test_a_fingerprint_follows_imports_and_ignores_words_for_people(monkeypatch: Any, tmp_path: Path) -> None:
+    module = importlib.import_module("benchmarks.gpu.fingerprint")
+    files = {
+        "benchmarks/one.py": "import lit_efficient as le\nfrom lit_efficient.a import f\nRUNGS = {'x': 1}\n",
+        "lit_efficient/a.py": "def f():\n    from lit_efficient import EMA\n    return EMA\n",
+        "lit_efficient/b.py": "B = 1\n",
+        "lit_efficient/callbacks/ema.py": "class EMA: pass\n",
+        "lit_efficient/callbacks/lora.py": "class LoRA: pass\n",
+    }
+
+    def taken(**changed: str) -> tuple[str, str]:
+        for name, text in {**files, **{key.replace("__", "/") + ".py": text for key, text in changed.items()}}.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        for cached in (module._tree, module._code, module._imports, module._file_of):
+            cached.cache_clear()
+        both = (
+            module.fingerprint([1], "benchmarks/one.py"),
+            module.fingerprint([1], "benchmarks/one.py", names=["LoRA"]),
+        )
+        return both
+
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    plain, with_lora = taken()
+    assert plain != with_lora
+    assert taken(lit_efficient__a='"""Words."""\n\n# More words.\n' + files["lit_efficient/a.py"]) == (plain, with_lora)
+    assert taken(lit_efficient__b="B = 2\n") == (plain, with_lora)
+    assert taken(benchmarks__one=files["benchmarks/one.py"].replace("1", "2")) == (plain, with_lora)
+    assert taken(lit_efficient__callbacks__lora="class LoRA: x = 1\n")[0] == plain
+    assert taken(lit_efficient__callbacks__lora="class LoRA: x = 1\n")[1] != with_lora
+    assert taken(lit_efficient__callbacks__ema="class EMA: x = 1\n")[0] != plain
+    for cached in (module._tree, module._code, module._imports, module._file_of):
+        cached.cache_clear()
+
+
+def test_rungs_of_one_process_measure_what_they_measure_alone(tmp_path: Path) -> None:
+    def climbed(*names: str, seconds: str = "100") -> dict[str, dict[str, Any]]:
+        log = tmp_path / "log"
+        words = ["-m", "benchmarks.ladder_gpu", *names, "--device", "cpu", "--tiny", "--seconds", seconds]
+        assert forked(words, log, 100, {}) == 0
+        lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
+        return {row["rung"]: row for row in (json.loads(line.removeprefix("RESULT ")) for line in lines)}
+
+    both = climbed("LoRA", "base")
+    assert list(both) == ["LoRA", "base"]
+    assert all(row["done"] and row["length"] == 64 and row["tokens_a_second"] > 0 for row in both.values())
+    assert climbed("LoRA", "base", seconds="1") == {}
 
 
 def test_a_killed_call_takes_the_piece_under_way_with_it(drive: Any, tmp_path: Path) -> None:
@@ -191,3 +314,8 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
     assert all("pytest_timeout" in packages for packages in needs.values())
     assert plan[-4].group == "paging"  # managed memory can hang a device
     assert max(piece.limit for piece in plan if piece.group == "smoke") <= 75  # seconds, of about eighty
+    made = [piece.fingerprint for piece in plan if not piece.skip]
+    assert len(set(made)) == len(made)  # each of its own code
+    rungs = [piece for piece in plan if piece.group == "ladder"]
+    assert all(piece.shares for piece in rungs)
+    assert sum(piece.usual for piece in rungs) + 60 < 12 * 60  # with the smoke test, 14 at a time

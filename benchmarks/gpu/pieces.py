@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.cases import CASES, QUICK
-from benchmarks.ladder_gpu import RUNGS
+from benchmarks.gpu.cases import CASES, QUICK, Case
+from benchmarks.gpu.fingerprint import definition, fingerprint, names_in
+from benchmarks.ladder_gpu import RUNGS, Rung
+from lit_efficient.catalog import overlay_of
+from lit_efficient.files.configs import known
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,9 +42,8 @@ GROUPS = {
     "tests": Group("Tests marked gpu", "Each test function in a process of its own.", at_once=14),
     "ladder": Group(
         "Ladder",
-        "One network in the shape of Llama-3.2-3B, one technique more a rung, until it does not fit. A rung has the "
-        "device to itself; meanwhile the next ones import.",
-        at_once=3,
+        "One network in the shape of Llama-3.2-3B, one technique more a rung, until it does not fit. Rungs run one "
+        "after the other in one process, three steps each after warm-up.",
     ),
     "benchmarks": Group("Benchmarks", "Ours beside a peer on the same device in the same run: read the ratios."),
     "paging": Group("Paging", "Last and alone: managed memory can hang a device."),
@@ -61,6 +64,9 @@ class Piece:
         skip: Reason why the piece never runs. Empty if it runs.
         keep: Number of characters of the output to keep in the row.
         expected: Expected figures and their source.
+        usual: Seconds that it usually takes. With less time left it is not begun. A measured time takes precedence.
+        shares: Whether it runs in one process with the others of its group: the last word is its name there.
+        fingerprint: Hash of the code that it runs, by which a later run of the driver knows whether it has changed.
     """
 
     name: str
@@ -71,6 +77,9 @@ class Piece:
     skip: str = ""
     keep: int = 0
     expected: str = ""
+    usual: float = 0
+    shares: bool = False
+    fingerprint: str = ""
 
     @property
     def command(self) -> str:
@@ -175,10 +184,24 @@ def _smoke(device: str, quick: bool) -> list[Piece]:
             75,
             case.needs,
             case.cuda_only if device == "cpu" else "",
+            usual=30,
+            fingerprint=_of_case(case),
         )
         for name, case in CASES.items()
         if not quick or name in QUICK
     ]
+
+
+def _of_case(case: Case) -> str:
+    makers = [case.callbacks, case.optimizer]
+    names = {name for maker in makers for name in names_in(maker)}
+    settings: list[object] = [replace(case, callbacks=list, optimizer=None)]
+    if isinstance(case.callbacks, partial):  # the arguments of an overlay
+        (card,) = case.callbacks.args
+        names.add(card.name)
+        settings.append(known()[overlay_of(card)].read_text("utf-8"))
+    settings += [definition(maker) for maker in makers]
+    return fingerprint(settings, "benchmarks/gpu/smoke.py", names=names)
 
 
 def _tests(device: str) -> list[Piece]:
@@ -208,6 +231,8 @@ def _tests(device: str) -> list[Piece]:
                         tuple(needs),
                         skip,
                         keep=300,
+                        usual=40,
+                        fingerprint=fingerprint(words, file),
                     )
                 )
     return found
@@ -225,7 +250,8 @@ def _benchmarks(device: str) -> list[Piece]:
     return [
         Piece(" ".join([f"benchmarks/{name}", *words.split()]), "benchmarks",
               ["-m", f"benchmarks.{name}", *words.split(), "--device", device],
-              limit, needs, keep=3500, expected=expected)
+              limit, needs, keep=3500, expected=expected, usual=limit / 2,
+              fingerprint=fingerprint(words.split(), f"benchmarks/{name}.py"))
         for name, words, limit, needs, expected in BENCHMARKS
     ]  # fmt: skip
 
@@ -234,6 +260,11 @@ def _ladder(device: str) -> list[Piece]:
     skip = "" if device == "cuda" else "needs a CUDA device"
     return [
         Piece(f"ladder/{name}", "ladder", ["-m", "benchmarks.ladder_gpu", name], 240, rung.needs, skip, keep=300,
-              expected=rung.expected)
+              expected=rung.expected, usual=rung.usual, shares=True, fingerprint=_of_rung(rung))
         for name, rung in RUNGS.items()
     ]  # fmt: skip
+
+
+def _of_rung(rung: Rung) -> str:
+    settings = [replace(rung, techniques=list, expected="", usual=0), definition(rung.techniques)]
+    return fingerprint(settings, "benchmarks/ladder_gpu.py", names={*names_in(rung.techniques), "GPT"})

@@ -14,10 +14,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.drive import FINAL
 from benchmarks.gpu.pieces import ROOT
 from benchmarks.ladder_gpu import RUNGS
 
-COLUMNS = ["Rung", "Peak", "Tokens a second", "Of the bfloat16 peak", "Expected, and why"]
+COLUMNS = ["Rung", "Peak", "Tokens a second", "Of the bfloat16 peak", "torch", "Expected, and why"]
 FIGURES = ROOT / "benchmarks" / "records" / "figures.json"
 
 
@@ -26,7 +27,7 @@ def ladder(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     by_name = {row["name"]: row for row in rows}
     for row in (by_name[f"ladder/{name}"] for name in RUNGS if f"ladder/{name}" in by_name):
-        figures = dict(row.get("result") or {})
+        figures = {**(row.get("result") or {}), "torch": row["on"][2]}
         name = row["name"].removeprefix("ladder/")
         if row["status"] != "ok":
             continue
@@ -46,7 +47,7 @@ def ladder(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ]
         command = f"python -m benchmarks.ladder_gpu '{name}'"
         found.append({"id": f"gpu/{name}", "table": "gpu", "command": command, "unit": "GiB; tokens a second",
-                      "figures": figures, "cells": [*cells, RUNGS[name].expected]})  # fmt: skip
+                      "figures": figures, "cells": [*cells, "{torch}", RUNGS[name].expected]})  # fmt: skip
     return found
 
 
@@ -76,11 +77,13 @@ def main() -> None:
     rows = {}
     for line in (options.folder / "results.jsonl").read_text("utf-8").splitlines():
         row = json.loads(line)
-        rows[row["name"]] = row
+        if row["status"] in FINAL or row["name"] not in rows:
+            rows[row["name"]] = row
     said = re.search(r"^Device: (.+?)\. Versions: (.+)\.$", (options.folder / "report.md").read_text("utf-8"), re.M)
     if said is None:
         parser.error(f"{options.folder}/report.md names no device")
     versions = dict(pair.split(" ") for pair in said[2].split(", "))
+    rows = {name: row for name, row in rows.items() if row["on"][2] == versions["torch"]}
     source = json.loads(FIGURES.read_text("utf-8"))
     environment = f"gpu {options.date}"
     source["environments"][environment] = {"versions": versions, "machine": said[1]}
