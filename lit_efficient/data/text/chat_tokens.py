@@ -48,7 +48,7 @@ class Encoded:
 
     ids: np.ndarray  # [n] int64
     trained: np.ndarray  # [n] bool: True for ids that contribute to the loss
-    num_bytes: np.ndarray  # [n] int64: bytes of text that each id stands for; 0 for special tokens
+    num_bytes: np.ndarray  # [n] int64: bytes of text that each id stands for; 0 for special tokens, or if not wanted
     cuttable: bool = False  # True for a text that contributes as a whole, and may be cut into pieces
     turns: int = 0  # number of turns that contribute to the loss
     ended: int = 0  # number of these whose end contributes, too
@@ -203,17 +203,25 @@ class ChatTokens:
             raise ConfigurationError(f"tokenizer: {problem}, so a model trained on it would never stop. {solution}.")
         return problem
 
-    def encode_rows(self, rows: Sequence[Example | MalformedRow]) -> list[list[Encoded] | MalformedRow]:
+    def encode_rows(
+        self, rows: Sequence[Example | MalformedRow], sized: Sequence[bool] = ()
+    ) -> list[list[Encoded] | MalformedRow]:
         """Return the tokens of the documents of each row, or the reason why a row has none.
+
+        Args:
+            rows: The rows.
+            sized: Whether the bytes of the tokens of each row are wanted. Empty: of no row.
 
         Raises:
             ConfigurationError: As in `encode`.
         """
         documents: list[Document] = []
-        for row in rows:
+        wanted: list[bool] = []
+        for index, row in enumerate(rows):
             if not isinstance(row, MalformedRow):
                 documents += row.documents
-        remaining = iter(self.encode(documents))
+                wanted += [bool(sized) and sized[index]] * len(row.documents)
+        remaining = iter(self.encode(documents, wanted))
         found: list[list[Encoded] | MalformedRow] = []
         for row in rows:
             if isinstance(row, MalformedRow):
@@ -232,10 +240,14 @@ class ChatTokens:
 
     def encode_chunk(self, chunk: Sequence[SplitRow]) -> list[list[Encoded] | MalformedRow]:
         """Return `encode_rows` of rows with splits and places. Other processes call it and need few imports for it."""
-        return self.encode_rows([one.row for one in chunk])
+        return self.encode_rows([one.row for one in chunk], [one.split == "val" for one in chunk])
 
-    def encode(self, documents: Sequence[Document]) -> list[Encoded | MalformedRow]:
+    def encode(self, documents: Sequence[Document], sized: Sequence[bool] = ()) -> list[Encoded | MalformedRow]:
         """Return the tokens of each document, or the reason why it has none. Batches of a few hundred are fast.
+
+        Args:
+            documents: The documents.
+            sized: Whether the bytes of the tokens of each document are wanted. Empty: of all.
 
         Raises:
             ConfigurationError: If the turns that the template writes cannot be separated.
@@ -262,9 +274,11 @@ class ChatTokens:
             except MalformedRow as reason:
                 found[index] = reason
         for (index, text, turns), tokens in zip(chats, self._tokens([text for _, text, _ in chats])):
-            found[index] = replace(self._chat(text, turns, tokens), left_out=lost[index])
+            encoded = self._chat(text, turns, tokens, not sized or sized[index])
+            encoded.left_out = lost[index]
+            found[index] = encoded
         for (index, _), tokens in zip(texts, self._tokens([text for _, text in texts], not self.rendered)):
-            found[index] = self._text(documents[index], tokens)
+            found[index] = self._text(documents[index], tokens, not sized or sized[index])
         return found
 
     def _pictured(self, document: Document, text: str, turns: list[Turn], lost: Counter[str]) -> Encoded:
@@ -331,11 +345,11 @@ class ChatTokens:
                 sizes[index] = len(token.removeprefix("##").replace("\u2581", " ").encode())
         return sizes
 
-    def _chat(self, text: str, turns: list[Turn], tokens: _Tokens) -> Encoded:
+    def _chat(self, text: str, turns: list[Turn], tokens: _Tokens, sized: bool = True) -> Encoded:
         """Return the tokens of a rendered conversation, in which the assistant writes ``turns``."""
         starts = tokens.starts
         trained = np.full(len(tokens.ids), self.train_on == "all")
-        sizes = self._bytes(text, tokens)
+        sizes = self._bytes(text, tokens) if sized else np.zeros_like(tokens.ids)
         ended = 0
         for turn in turns:
             for start, stop in turn:
@@ -379,10 +393,10 @@ class ChatTokens:
             place += 1
         return None
 
-    def _text(self, document: Document, tokens: _Tokens) -> Encoded:
+    def _text(self, document: Document, tokens: _Tokens, sized: bool) -> Encoded:
         """Return the tokens of a text. One that is not rendered ends with the token that ends a text."""
         ids = tokens.ids
-        sizes = self._bytes(document.text, tokens)
+        sizes = self._bytes(document.text, tokens) if sized else np.zeros_like(ids)
         if not self.rendered and (not len(ids) or ids[-1] != self.tokenizer.eos_token_id):
             ids = np.append(ids, self.tokenizer.eos_token_id)
             sizes = np.append(sizes, 0)

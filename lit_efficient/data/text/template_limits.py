@@ -14,11 +14,14 @@ from lit_efficient.errors import ConfigurationError
 _SECONDS = 2
 # Limit of memory, above the memory that the process has.
 _BYTES = 1 << 30
+_inside = threading.local()
 
 
 @contextlib.contextmanager
 def limited(template: str) -> Iterator[None]:
     """Stop a template that takes 1 GiB of memory or 2 s of processor time. Time is limited in the main thread only.
+
+    Inside of another such block, the limits of the outer one hold for both.
 
     Raises:
         ConfigurationError: If it reaches a limit, or computes powers, which no signal can interrupt.
@@ -29,12 +32,16 @@ def limited(template: str) -> Iterator[None]:
         raise ConfigurationError(
             "tokenizer: the chat template computes powers (**), which is not allowed. Give another chat_template."
         )
+    if getattr(_inside, "block", False):
+        yield
+        return
     # The limit is on address space, of which the process already has some.
     before = resource.getrlimit(resource.RLIMIT_AS)
     # No /proc, or the limit is lower already.
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _BYTES, before[1]))
+    _inside.block = True
     try:
         with _time_limit():
             yield
@@ -43,6 +50,7 @@ def limited(template: str) -> Iterator[None]:
             "tokenizer: the chat template takes 1 GiB of memory or more, or calls itself. Give another chat_template."
         ) from error
     finally:
+        _inside.block = False
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 

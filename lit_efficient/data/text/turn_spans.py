@@ -116,7 +116,8 @@ class TurnSpans:
 
         self._check_control_tokens(document)
         try:
-            text, turns = self._text_and_turns(document)
+            with limited(self.template):  # once for all renderings of a conversation: it takes as long as one of them
+                text, turns = self._text_and_turns(document)
         except _Inseparable as error:
             if self._separates:
                 raise

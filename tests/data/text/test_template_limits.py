@@ -37,3 +37,17 @@ def test_it_is_stopped(template, said):
 def test_others_are_not():
     assert "Hi" in rendered(CHATML)
     assert "**Hi**" in rendered("**{{ '**' ~ messages[0]['content'] }}**")
+
+
+def test_limits_of_a_conversation_are_set_once_however_often_it_is_rendered(monkeypatch):
+    limits = []
+    real = resource.setrlimit
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: (limits.append(pair), real(kind, pair)))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with limited("{{ a }}"), limited("{{ b }}"), limited("{{ a }}"):
+        assert resource.getrlimit(resource.RLIMIT_AS) != before
+    assert len(limits) == 2
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    with pytest.raises(ConfigurationError, match="powers"), limited("{{ a }}"), limited("{{ 9 ** 9 }}"):
+        pass
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
