@@ -207,7 +207,7 @@ def test_a_fingerprint_follows_imports_and_ignores_words_for_people(monkeypatch:
 
 def test_rungs_of_one_process_measure_what_they_measure_alone(tmp_path: Path) -> None:
     def climbed(*names: str, seconds: str = "100") -> dict[str, dict[str, Any]]:
-        log = tmp_path / "log"
+        log = tmp_path / f"log of {seconds}"
         words = ["-m", "benchmarks.ladder_gpu", *names, "--device", "cpu", "--tiny", "--seconds", seconds]
         assert forked(words, log, 100, {}) == 0
         lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]

@@ -140,8 +140,8 @@ class Driver:
     def usual(self, piece: Piece) -> float:
         """Return the seconds that a piece takes: those of its last complete run, else what it declares."""
         row = self.rows.get(piece.name, {})
-        measured = row.get("seconds") if row.get("status") == "ok" else None
-        return max(LEAST_SECONDS, measured or piece.usual)
+        measured = row.get("status") == "ok" and "seconds" in row
+        return max(LEAST_SECONDS, row["seconds"] if measured else piece.usual)
 
     def skips(self, piece: Piece, plan: list[Piece]) -> bool:
         """Write the row of a piece that cannot run, and return whether it is one."""
@@ -185,9 +185,8 @@ class Driver:
                 process = pool.submit(self.start, words, log, self.left(), {**self.environment, "TMPDIR": folder})
                 place = 0
                 begin = time.monotonic()
-                ended = False
-                while todo and not ended:
-                    ended = process.done()  # read before the log, so that its last lines are not missed
+                while todo:
+                    ended = process.done()  # asked before the log is read, so that its last lines are not missed
                     text = log.read_bytes()[place:].decode("utf-8", errors="replace") if log.exists() else ""
                     lines, found = until_done(text, todo[0].words[-1])
                     if found is not None:
@@ -196,13 +195,19 @@ class Driver:
                         self.note(todo.pop(0), plan, status="ok", seconds=seconds, result=found, output=kept)
                         place += len(lines.encode())
                         begin = time.monotonic()
-                    elif not ended:
+                    elif ended:
+                        break
+                    else:
                         time.sleep(0.1)
                 code = process.result()
             if not todo or code == 0:  # its own clock has stopped
                 break
-            status = "cut off" if code is None else "crashed" if code < 0 else "failed"
-            if "Timeout (" in text:  # the words of faulthandler
+            status = "failed"
+            if code is None:
+                status = "cut off"
+            elif code < 0:
+                status = "crashed"
+            elif "Timeout (" in text:  # the words of faulthandler
                 status = "out of time"
             seconds = round(time.monotonic() - begin, 1)
             self.note(todo.pop(0), plan, status=status, code=code, seconds=seconds, **read(text, 3000, status))
