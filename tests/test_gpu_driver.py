@@ -298,6 +298,7 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
         "generation",
         "policy_beside_trl",
         "policy_arithmetic",
+        "tokenising",
     }  # Run on CPUs.
     benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - no_benchmarks
     assert benchmarks == {name.split("/")[1].split()[0] for name in names if name.startswith("benchmarks/")}

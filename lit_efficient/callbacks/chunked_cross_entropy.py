@@ -25,6 +25,7 @@ from lit_efficient.losses.deferred_logits import (
     output_head,
     takes_labels,
     vocabulary_of,
+    width_of,
 )
 from lit_efficient.losses.liger_cross_entropy import installed, why_not
 from lit_efficient.technique import Technique
@@ -40,8 +41,8 @@ class ChunkedCrossEntropy(Technique):
     network's own forward.
 
     Args:
-        chunk_size: Number of tokens in a chunk, at least 1. ``None``: 256 on a CPU, and on a GPU the number of tokens
-            with 1 GiB of logits, or with 256 MiB if the head is frozen.
+        chunk_size: Number of tokens in a chunk, at least 1. ``None``: 64 to 256 on a CPU, depending on the head,
+            and on a GPU the number of tokens with 1 GiB of logits, or with 256 MiB if the head is frozen.
         backend: Implementation of the loss of a chunk: ``torch``; ``liger``, a kernel of liger-kernel for GPUs; or
             ``auto``, which is ``liger`` if it is installed and a trial gives the right numbers.
         z_loss: Weight of the squared log-partition function, at least 0 (1e-4 in PaLM). In training only.
@@ -94,13 +95,15 @@ class ChunkedCrossEntropy(Technique):
             )
         settings = ChunkedLoss(self.chunk_size, self.backend, self.label_smoothing, self.z_loss)
         vocabulary = 0
+        width: int | None = None
         trains = False
         for _, network in found:
             head: Any = output_head(network)
             vocabulary = max(vocabulary, vocabulary_of(head))
+            width = width_of(head)
             trains |= any(parameter.requires_grad for parameter in head.parameters())
             defer(network, settings)
-        size = self.chunk_size or chunk_size_of(self._device, vocabulary, 2**31, trains=trains)
+        size = self.chunk_size or chunk_size_of(self._device, vocabulary, 2**31, trains=trains, width=width)
         reason = self.backend
         if self.backend != "torch":
             reason = why_not(self._device, torch.float32, self._terms)

@@ -30,7 +30,9 @@ from lit_efficient.losses.token_weighting import TokenWeighting
 from lit_efficient.surgery import autocast_dtype
 
 _WHO = "chunked_cross_entropy"
-CHUNK_SIZE = 256  # tokens on a CPU, measured by benchmarks/cross_entropy.py
+CHUNK_SIZE = 256  # largest number of tokens on a CPU, measured by benchmarks/cross_entropy.py
+_LEAST_CHUNK = 64  # tokens on a CPU; products with fewer rows are much slower
+_SMALL = 2**23  # bytes of logits on a CPU for which no chunk is made smaller
 _VOCABULARY = 2**17  # assumed where the vocabulary is unknown; it only affects the size of a chunk
 # Bytes of the float32 logits of one chunk on a GPU, for a head that trains and for a frozen one.
 _LOGITS = 2**30
@@ -260,7 +262,8 @@ def _reduced_loss(
         make_head=make_head,
         labels=flat,
         terms=terms,
-        chunk_size=chunk_size or chunk_size_of(hidden.device, vocabulary, tokens, trains=trains_head),
+        chunk_size=chunk_size
+        or chunk_size_of(hidden.device, vocabulary, tokens, trains=trains_head, width=hidden.shape[-1]),
         weights=weights,
         autocast=autocast,
         trains=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *parameters)),
@@ -283,11 +286,12 @@ def _reduced_loss(
     return losses / torch.where(total == 0, 1, total)
 
 
-def chunk_size_of(device: torch.device, vocabulary: int, tokens: int, *, trains: bool) -> int:
-    """Return the number of tokens in a chunk: 256 on a CPU, and on a GPU as many as have 1 GiB of float32 logits.
+def chunk_size_of(device: torch.device, vocabulary: int, tokens: int, *, trains: bool, width: int | None = None) -> int:
+    """Return the number of tokens in a chunk: at most 256 on a CPU; on a GPU as many as have 1 GiB of float32 logits.
 
-    On a CPU the logits of a small chunk stay in the cache. On a GPU few large chunks are better: each chunk reads the
-    gradient of the head, adds to it and writes it back, which moves 12 V H bytes in float32 (product included). For
+    On a CPU the logits of a small chunk stay in the cache. If the head trains, they take at most an eighth of the
+    memory of its gradient, with at least 64 tokens in a chunk. On a GPU few large chunks are better: each chunk reads
+    the gradient of the head, adds to it and writes it back, which moves 12 V H bytes in float32 (product included). For
     N = 8,192 tokens, V = 128,256 and H = 4,096 that is 6.3 GB a chunk: 202 GB for 32 chunks of 256, and 25 GB for four
     chunks of 2,048. At 3 TB/s these take 67 and 8 ms. A frozen head has no gradient, so its chunks are smaller: as many
     tokens as have 256 MiB of logits. These are estimates, not measurements on a GPU.
@@ -297,9 +301,13 @@ def chunk_size_of(device: torch.device, vocabulary: int, tokens: int, *, trains:
         vocabulary: V.
         tokens: N. A chunk is never larger.
         trains: Whether the head has a gradient.
+        width: H, or ``None`` if it is unknown.
     """
     if kind_of(device) == "cpu":
-        return CHUNK_SIZE
+        if width is None or not trains:
+            return CHUNK_SIZE
+        least = max(_LEAST_CHUNK, _SMALL // (4 * vocabulary))
+        return min(CHUNK_SIZE, max(least, width // 8 // 16 * 16))
     most = _LOGITS if trains else _LOGITS_OF_FROZEN
     fitting = max(CHUNK_SIZE, most // (4 * vocabulary))
     chunks = -(-max(tokens, 1) // fitting)

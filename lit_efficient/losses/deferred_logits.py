@@ -161,7 +161,8 @@ class _LossRequest:
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         chunk_size = self.settings.chunk_size
         if chunk_size is None:
-            chunk_size = chunk_size_of(hidden.device, vocabulary_of(head), tokens, trains=bool(trained))
+            vocabulary = vocabulary_of(head)
+            chunk_size = chunk_size_of(hidden.device, vocabulary, tokens, trains=bool(trained), width=width_of(head))
         options: dict[str, Any] = {
             "chunk_size": chunk_size,
             "reduction": self.reduction,
@@ -339,6 +340,13 @@ def vocabulary_of(head: nn.Module) -> int:
     if hasattr(head, "out_features"):
         return int(head.out_features)  # type: ignore[arg-type]
     return max(parameter.shape[0] for parameter in head.parameters())
+
+
+def width_of(head: nn.Module) -> int | None:
+    """Return the width of the hidden states that a head reads, or ``None`` if it has no matrix."""
+    if hasattr(head, "in_features"):
+        return int(head.in_features)  # type: ignore[arg-type]
+    return max((parameter.shape[-1] for parameter in head.parameters() if parameter.ndim > 1), default=None)
 
 
 def _loss_of(network: nn.Module) -> Callable[..., Tensor] | None:

@@ -415,6 +415,25 @@ def test_a_gpu_has_fewer_and_larger_chunks():
     assert chunk_size_of(cuda, 128_256, 8192, trains=False) == 512  # a frozen head has no gradient to add to
 
 
+@pytest.mark.parametrize(("vocabulary", "width"), [(32_000, 512), (16_384, 1024)])
+def test_on_a_cpu_the_peak_is_at_most_a_fifth_above_the_gradients(vocabulary, width):
+    hidden = torch.zeros(256, width, requires_grad=True)
+    weight = torch.zeros(vocabulary, width, requires_grad=True)
+    with KindMeter() as meter:
+        chunked_cross_entropy(hidden, weight, torch.zeros(256, dtype=torch.long))
+    floor = 4 * (vocabulary + 256) * width
+    assert floor < meter.step().peak <= 1.2 * floor
+
+
+def test_chunks_on_a_cpu_are_small_for_narrow_heads_with_many_logits():
+    cpu = torch.device("cpu")
+    assert chunk_size_of(cpu, 128_256, 2048, trains=True, width=512) == 64
+    assert chunk_size_of(cpu, 128_256, 2048, trains=True, width=1024) == 128
+    assert chunk_size_of(cpu, 128_256, 2048, trains=True, width=4096) == 256
+    assert chunk_size_of(cpu, 128_256, 2048, trains=False, width=512) == 256
+    assert chunk_size_of(cpu, 2048, 1024, trains=True, width=128) == 256  # 2 MiB of logits need no smaller chunks
+
+
 def test_of_a_chunk_live_its_product_and_its_numbers_alone():
     """In bfloat16 2 bytes a logit, and 4 in float32; its gradient takes the product's place."""
     rows, vocabulary = 64, 2048

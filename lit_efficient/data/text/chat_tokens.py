@@ -277,9 +277,20 @@ class ChatTokens:
             encoded = self._chat(text, turns, tokens, not sized or sized[index])
             encoded.left_out = lost[index]
             found[index] = encoded
-        for (index, _), tokens in zip(texts, self._tokens([text for _, text in texts], not self.rendered)):
-            found[index] = self._text(documents[index], tokens, not sized or sized[index])
+        for with_places in (True, False):
+            group = []
+            for index, text in texts:
+                reads = not sized or sized[index] or self.rendered or self._leaves_prompt(documents[index])
+                if reads == with_places:
+                    group.append((index, text))
+            tokenised = self._tokens([text for _, text in group], not self.rendered, with_places)
+            for (index, _), tokens in zip(group, tokenised):
+                found[index] = self._text(documents[index], tokens, not sized or sized[index])
         return found
+
+    def _leaves_prompt(self, document: Document) -> bool:
+        """Return whether a text begins with a prompt that does not contribute to the loss."""
+        return bool(document.given) and self.train_on != "all"
 
     def _pictured(self, document: Document, text: str, turns: list[Turn], lost: Counter[str]) -> Encoded:
         """Return the tokens of a rendered conversation, in which the processor writes the tokens of images."""
@@ -401,7 +412,7 @@ class ChatTokens:
             ids = np.append(ids, self.tokenizer.eos_token_id)
             sizes = np.append(sizes, 0)
         trained = np.ones(len(ids), dtype=bool)
-        if document.given and self.train_on != "all":
+        if self._leaves_prompt(document):
             trained[: _first_token(document.text, document.given, tokens)] = False
         found = Encoded(ids, trained, sizes, is_text=True, control=self.turns.control_token_in(document.text))
         if not self.rendered:
@@ -418,19 +429,28 @@ class ChatTokens:
                 return None
         return None
 
-    def _tokens(self, texts: list[str], plain: bool = False) -> list[_Tokens]:
-        """Return the tokens of each text. With ``plain``, special tokens in the text are tokenised as text."""
+    def _tokens(self, texts: list[str], plain: bool = False, with_places: bool = True) -> list[_Tokens]:
+        """Return the tokens of each text.
+
+        Args:
+            texts: The texts.
+            plain: Tokenise special tokens in the text as text.
+            with_places: Return the characters that tokens stand for. Without them, ``starts`` and ``stops`` are empty.
+        """
         if not texts:
             return []
         found = (self._plain if plain else self.tokenizer)(
             texts,
             add_special_tokens=plain,
             split_special_tokens=plain,
-            return_offsets_mapping=True,
+            return_offsets_mapping=with_places,
             return_attention_mask=False,
             verbose=False,  # it would warn about documents that are cut later
         )
         tokens = []
+        if not with_places:
+            nowhere = np.zeros(0, dtype=np.int64)
+            return [_Tokens(np.asarray(ids, dtype=np.int64), nowhere, nowhere) for ids in found["input_ids"]]
         for ids, offsets in zip(found["input_ids"], found["offset_mapping"]):
             places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
             # Special tokens that a tokenizer adds have the place (0, 0). Sorted starts allow a binary search.

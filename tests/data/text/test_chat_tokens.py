@@ -342,6 +342,23 @@ def test_bytes_are_those_of_the_text() -> None:
     assert chat.num_bytes[chat.trained].sum() == len("Four." + "Yes, of course.")
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_tokens_are_the_same_whether_or_not_their_bytes_are_wanted(train_on) -> None:
+    documents = [
+        CHAT,
+        Document(text="Zwölf <|endoftext|> Äpfel"),
+        Document(text="Two and two", given=4),
+        Document(text=""),
+    ]
+    encoder = ChatTokens(tokenizer(CHATML), train_on=train_on)
+    both = zip(encoder.encode(documents), encoder.encode(documents, [False] * 4), strict=True)
+    for index, (sized, plain) in enumerate(both):
+        assert plain.ids.tolist() == sized.ids.tolist()
+        assert plain.trained.tolist() == sized.trained.tolist()
+        assert (plain.cuttable, plain.control) == (sized.cuttable, sized.control)
+        assert (sized.num_bytes.sum() > 0, plain.num_bytes.sum()) == (index != 3, 0)
+
+
 def test_unknown_text_is_text() -> None:
     """Its token is special in transformers, but it neither ends a turn nor stands for no bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
