@@ -169,6 +169,40 @@ def test_only_what_has_changed_runs_again_and_what_would_end_late_waits_for_the_
     assert ran == ["short", "long"]  # the last run of the long one took no time, and this counts
 
 
+def test_a_recorded_rung_names_its_torch(tmp_path: Path, monkeypatch: Any) -> None:
+    record = importlib.import_module("benchmarks.gpu.record")
+    figures = {"length": 4096, "peak_gib": 9.5, "tokens_a_second": 20_000, "seconds_a_step": 0.4}
+    rows = [
+        {
+            "name": "ladder/LoRA",
+            "status": "ok",
+            "on": ["H200", "3.12", "2.11.0"],
+            "result": {**figures, "peak_gib": 1.0},
+        },
+        {"name": "ladder/LoRA", "status": "ok", "on": ["H200", "3.12", "2.13.0"], "result": figures},
+        {"name": "ladder/LoRA", "status": "not reached", "on": ["H200", "3.12", "2.13.0"]},
+        {"name": "ladder/base", "status": "ok", "on": ["H200", "3.12", "2.11.0"], "result": figures},
+    ]
+    lines = [json.dumps({"group": "ladder", **row}) for row in rows]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines))
+    (tmp_path / "report.md").write_text("Device: H200. Versions: python 3.12, torch 2.13.0.\n")
+    written = tmp_path / "figures.json"
+    written.write_text(json.dumps({"environments": {}, "tables": {}, "records": []}))
+    monkeypatch.setattr(record, "FIGURES", written)
+    monkeypatch.setattr(sys, "argv", ["record", str(tmp_path), "--date", "2026-12-01"])
+    record.main()
+    source = json.loads(written.read_text())
+    (rung,) = (one for one in source["records"] if one.get("table") == "gpu")  # not base, which another torch has run
+    filled = [cell.format(**rung["figures"]) for cell in rung["cells"]]
+    assert dict(zip(source["tables"]["gpu"], filled[:5])) == {
+        "Rung": "LoRA",
+        "Peak": "9.50 GiB",
+        "Tokens a second": "20,000",
+        "Of the bfloat16 peak": "-",
+        "torch": "2.13.0",
+    }
+
+
 def test_a_fingerprint_follows_imports_and_ignores_words_for_people(monkeypatch: Any, tmp_path: Path) -> None:
     module = importlib.import_module("benchmarks.gpu.fingerprint")
     files = {
