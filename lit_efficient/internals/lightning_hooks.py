@@ -7,7 +7,7 @@ overrides the hook. ``call._call_callback_hooks`` leaves out hooks that are not 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.profilers import PassThroughProfiler
 
@@ -39,9 +39,10 @@ def skip_empty_hooks(trainer: Trainer) -> None:
 
     Callbacks of other packages are left alone, because they may call their own empty hooks.
     """
-    if type(trainer.profiler) is PassThroughProfiler:
-        trainer.profiler = NoProfiler()
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # its type does not declare them
+    made: Any = trainer  # its type does not declare these attributes
+    if type(made.profiler) is PassThroughProfiler:
+        made.profiler = NoProfiler()
+    for callback in made.callbacks:
         if type(callback).__module__.partition(".")[0] not in _OWN:
             continue
         for name in _STEP_HOOKS:
