@@ -1,7 +1,7 @@
 """Embeddings of new words (textual inversion) as files that ``load_textual_inversion`` of diffusers loads.
 
     learned_embeds.safetensors    one word;  WORD.safetensors for each of several
-    one text encoder: {WORD: [n, width]}      several: {"clip_l": [n, width], "clip_g": [n, width]}, as for SDXL
+    one text encoder: {WORD: [n, width]}      several: {"clip_l": [n, width], "clip_g": [n, width], "t5": [n, width]}
 
 Source: the loaders of diffusers; https://github.com/huggingface/diffusers/tree/main/examples/textual_inversion.
 """
@@ -54,4 +54,6 @@ def write_embeddings(folder: Path, state: Mapping[str, Tensor], described: Field
 def _key(encoder: str, word: str, described: Fields) -> str:
     if described["encoders"] == 1:
         return word
+    if described["kinds"][encoder] == "t5":
+        return "t5"
     return _KEYS.get(encoder, encoder)

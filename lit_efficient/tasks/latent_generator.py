@@ -286,12 +286,15 @@ class LatentGenerator(ChecksTypes, LightningModule):
         if self.text_training is None or self.text_training.tokens is None or self.text_networks is None:
             return None
         rows = {}
+        kinds = {}
         for encoder, network in self.text_networks.items():
+            kinds[encoder] = network.config.model_type  # type: ignore[union-attr]
             for name, part in network.named_modules():
                 if isinstance(part, AddedRows):
                     rows[encoder] = f"text_networks.{encoder}.{name}.{ADDED_ROWS}"
         assert self.live_text is not None
-        return {"words": self.text_training.words, "rows": rows, "encoders": len(self.live_text.parts)}
+        encoders = len(self.live_text.parts)
+        return {"words": self.text_training.words, "rows": rows, "kinds": kinds, "encoders": encoders}
 
     def on_fit_start(self) -> None:
         if self.sampler.path_drop:

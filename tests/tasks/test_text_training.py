@@ -27,7 +27,7 @@ TARGETS = ["to_q", "to_v", "q_proj", "k_proj", "v_proj", "out_proj"]
 
 def model(folder: Path, training: TextTraining | None, **arguments: Any) -> LatentDiffusion:
     settings = {"override": ["vae_scaling"], "samples": Samples(count=0), "learning_rate": 0.02} | arguments
-    return LatentDiffusion(DiffusersModelConfig(str(folder), subfolder="unet"), text_training=training, **settings)
+    return LatentDiffusion(DiffusersModelConfig(str(folder)), text_training=training, **settings)
 
 
 def data(folder: Path, cached: tuple[str, ...] = ("latents",)) -> CaptionedLatents:
@@ -135,6 +135,17 @@ def test_live_captions_give_the_loss_of_the_frozen_encoder_before_the_first_step
         module.log = lambda *_, **__: None  # without a trainer
         losses.append(module.training_step(batch, 0)["loss"])
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-6)
+
+
+def test_live_captions_of_sd3_without_t5_have_zeros_in_its_place(tmp_path: Path) -> None:
+    written("sd3", tmp_path, third=False)
+    frozen = TextEncoder.load(TextEncoderConfig(str(tmp_path)))
+    module = LatentDiffusion(DiffusersModelConfig(str(tmp_path)), text_training=TextTraining())
+    module.text_encoder = frozen
+    module.configure_model()
+    found = module.live_text.encode(["one", "two"])
+    assert found.hidden.shape == (2, 77 + 256, 40)
+    torch.testing.assert_close(found.hidden, frozen.encode(["one", "two"]).hidden)
 
 
 def test_an_encoder_is_trained_in_full_and_averaged_copies_hold_their_own(tmp_path: Path) -> None:

@@ -180,6 +180,37 @@ def test_one_word_is_a_file_that_the_folder_alone_names_and_merged_pipelines_hav
         torch.testing.assert_close(base.encode_prompt("a <dog>", **given)[0], embedded(module, "a <dog>").text)
 
 
+def test_words_of_t5_reach_the_pipeline(tmp_path: Path) -> None:
+    written("flux", tmp_path / "base")
+    training = TextTraining(["text_encoder", "text_encoder_2"], tokens={"<dog>": "cat"}, vectors=2)
+    module = model(tmp_path / "base", training, guidance_scale=1.0, label_dropout=0.0)
+    started = built(tmp_path / "base", training).text_networks.text_encoder_2.shared.added_rows
+    fitted(module, worded(tmp_path / "base")).save_checkpoint(tmp_path / "a.ckpt")
+    assert (module.text_networks.text_encoder_2.shared.added_rows - started).abs().min(dim=1).values.max() > 1e-4
+    assert export([str(tmp_path / "a.ckpt"), "--format", "peft", "--output", str(tmp_path / "out")]) == 0
+    again, _ = load_latent_diffusion(str(tmp_path / "a.ckpt"))
+    base = written("flux", tmp_path / "other")
+    rows = load_file(tmp_path / "out" / "learned_embeds.safetensors")
+    for key, number in (("clip_l", ""), ("t5", "_2")):
+        place = {part: getattr(base, f"{part}{number}") for part in ("text_encoder", "tokenizer")}
+        base.load_textual_inversion(rows[key], "<dog>", **place)
+    ours = embedded(module, "<dog>in a <dog>")
+    hidden, pooled, _ = base.encode_prompt("<dog>in a <dog>", None, device="cpu")
+    torch.testing.assert_close(hidden, ours.text, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pooled, ours.pooled, rtol=1e-5, atol=1e-5)
+    assert torch.equal(embedded(again, "<dog>in a <dog>").text, ours.text)
+
+
+def test_words_behind_an_instruction_get_gradients(tmp_path: Path) -> None:
+    written("sana", tmp_path)
+    module = built(tmp_path, TextTraining(["text_encoder"], tokens={"<dog>": "cat"}, vectors=2))
+    module.conditioning.of_batch({"captions": ["a <dog>"]}, torch.device("cpu")).text.square().sum().backward()
+    (rows,) = (p for p in module.parameters() if p.requires_grad)
+    assert rows.grad.abs().amax(dim=1).min() > 0
+    with pytest.raises(ConfigurationError, match="the words must be in small letters for Gemma2Model"):
+        built(tmp_path, TextTraining(["text_encoder"], tokens={"<Dog>": None}))
+
+
 @pytest.mark.parametrize(
     ("training", "said"),
     [

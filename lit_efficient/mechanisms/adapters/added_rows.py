@@ -69,11 +69,11 @@ def initial_rows(weight: Tensor, starts: Sequence[int | None], seed: int) -> Ten
     return rows
 
 
-def add_rows(layer: Any, ids: Sequence[int], starts: Sequence[int | None], seed: int, who: str) -> nn.Parameter:
-    """Give an embedding rows for new ids, in place, and return the rows, which train.
+def add_rows(network: Any, ids: Sequence[int], starts: Sequence[int | None], seed: int, who: str) -> nn.Parameter:
+    """Give the embeddings of a network rows for new ids, in place, and return the rows, which train.
 
     Args:
-        layer: The embedding.
+        network: Model of transformers. Layers that share the table of its embeddings, as in T5, share the rows.
         ids: The ids, which no other token of the tokenizer has.
         starts: As in :func:`initial_rows`.
         seed: As in :func:`initial_rows`.
@@ -82,14 +82,17 @@ def add_rows(layer: Any, ids: Sequence[int], starts: Sequence[int | None], seed:
     Raises:
         ConfigurationError: If the layer is no plain embedding.
     """
-    if not isinstance(layer, nn.Embedding) or isinstance(layer, LowRank | TrainedRows | AddedRows):
-        raise ConfigurationError(f"{who}: the embeddings are a {type(layer).__name__}, to which no rows can be added")
-    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-    rows = nn.Parameter(torch.empty(len(ids), layer.weight.shape[1], dtype=dtype, device=home_of(layer.weight)))
-    layer.register_parameter(ADDED_ROWS, rows)
-    mix_in(layer, AddedRows, added_ids=tuple(ids), added_from=tuple(starts), added_seed=seed)
-    if not layer.weight.is_meta:  # otherwise the rows start when the weight is read
-        layer.follow_weight()  # type: ignore[operator]
+    table = network.get_input_embeddings()
+    if not isinstance(table, nn.Embedding) or isinstance(table, LowRank | TrainedRows | AddedRows):
+        raise ConfigurationError(f"{who}: the embeddings are a {type(table).__name__}, to which no rows can be added")
+    weight = table.weight
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    rows = nn.Parameter(torch.empty(len(ids), weight.shape[1], dtype=dtype, device=home_of(weight)))
+    for layer in [part for part in network.modules() if isinstance(part, nn.Embedding) and part.weight is weight]:
+        layer.register_parameter(ADDED_ROWS, rows)
+        mix_in(layer, AddedRows, added_ids=tuple(ids), added_from=tuple(starts), added_seed=seed)
+        if not weight.is_meta:  # otherwise the rows start when the weight is read
+            layer.follow_weight()  # type: ignore[operator]
     return rows
 
 
@@ -111,7 +114,7 @@ def add_words(
     rows = []
     for name, part in parts.items():
         known = part.tokens
-        part.tokens = known.with_words(words, who)
+        part.add_words(words, who)
         ids: list[int] = []
         first: list[int | None] = []
         for word, tokens in words.items():
@@ -121,7 +124,7 @@ def add_words(
                 raise ConfigurationError(f"{who}: {word!r} must start from words or null, and {start!r} has no token")
             ids += [part.tokens.id_of(token) for token in tokens]
             first += [found[number % len(found)] for number in range(len(tokens))]
-        rows.append(add_rows(part.network.get_input_embeddings(), ids, first, seed, f"{who} ({name})"))
+        rows.append(add_rows(part.network, ids, first, seed, f"{who} ({name})"))
     return rows
 
 

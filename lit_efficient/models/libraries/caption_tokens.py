@@ -142,7 +142,9 @@ class CaptionTokens:
 
 def replace_length(tokens: CaptionTokens, length: int) -> CaptionTokens:
     """Return the same tokenizer for captions of another length."""
-    return CaptionTokens(**(tokens.state() | {"length": length}))
+    made = CaptionTokens(**(tokens.state() | {"length": length}))
+    made._words = tokens._words
+    return made
 
 
 def load_tokenizer(

@@ -80,7 +80,7 @@ class LiveText(TextEncoder):
                 parts.append(self._frozen[name].encode(distinct, device, negative))
             else:
                 parts.append(part.embed(distinct, device, negative))
-        joined = join(self.spec.pipeline, parts)
+        joined = join(self.spec, parts)
         rows = moved(torch.tensor([distinct.index(caption) for caption in captions], device="cpu"), device)
         pooled = None if joined.pooled is None else joined.pooled[rows]
         return TextEmbedding(joined.hidden[rows], joined.mask[rows], pooled)

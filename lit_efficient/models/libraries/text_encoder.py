@@ -147,7 +147,7 @@ def _sana_instruction() -> str:
     return "\n".join(lines)
 
 
-def join(pipeline: str | None, parts: list[TextEmbedding], zeros: int = 0) -> TextEmbedding:
+def join(spec: TextEncoderConfig, parts: list[TextEmbedding]) -> TextEmbedding:
     """Join the embeddings of a pipeline's encoders as diffusers does.
 
         sdxl      hidden = [CLIP | CLIP-G] by features;  pooled = CLIP-G's
@@ -157,23 +157,22 @@ def join(pipeline: str | None, parts: list[TextEmbedding], zeros: int = 0) -> Te
         flux      hidden = T5's;  pooled = CLIP's
 
     Args:
-        pipeline: Kind of the pipeline; a single part is returned unchanged.
+        spec: The pipeline, whose ``max_length`` is the number of T5's tokens. A single part is returned unchanged.
         parts: Embeddings of the encoders: hidden [..., L, D], mask [..., L], pooled [..., P].
-        zeros: Number of tokens in the place of T5's.
 
     Returns:
         The joined embeddings.
     """
     if len(parts) == 1:
         return parts[0]
-    if pipeline == "flux":
+    if spec.pipeline == "flux":
         clip, t5 = parts
         return TextEmbedding(t5.hidden, t5.mask, clip.pooled)
     clips = torch.cat([parts[0].hidden, parts[1].hidden], dim=-1)
-    if pipeline == "sdxl":
+    if spec.pipeline == "sdxl":
         return TextEmbedding(clips, parts[0].mask, parts[1].pooled)
-    if pipeline == "sd3_clip":
-        nothing = clips.new_zeros(*clips.shape[:-2], zeros, clips.shape[-1])
+    if spec.pipeline == "sd3_clip":
+        nothing = clips.new_zeros(*clips.shape[:-2], spec.max_length or 0, clips.shape[-1])
         t5 = TextEmbedding(nothing, torch.ones_like(nothing[..., 0], dtype=torch.bool), None)
     else:
         t5 = parts[2]
@@ -299,7 +298,7 @@ class TextEncoder:
             groups = [new]
         for group in groups:
             embedded = [part.embed(group, device, negative) for part in self.parts]
-            joined: Any = join(self.spec.pipeline, embedded, self.spec.max_length or 0)
+            joined: Any = join(self.spec, embedded)
             for number, caption in enumerate(group):  # rows are copied, because a view would keep its batch in memory
                 row: list[Any] = [None if t is None else t[number].clone() for t in joined]
                 found[caption] = TextEmbedding(*row)

@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -242,6 +242,17 @@ class TextNetwork:
             pooled = None if pooled is None else pooled[::count]
         drop = self.spec.captions.drop
         return TextEmbedding(hidden[:, drop:], mask[:, drop:], pooled)
+
+    def add_words(self, words: Mapping[str, Sequence[str]], who: str) -> None:
+        """Let captions have new words. Arguments and errors are those of `CaptionTokens.with_words`."""
+        if self.spec.captions.lowercase:
+            capital = [word for word in words if word != word.lower()]
+            if capital:
+                allowed = f"in small letters for {type(self.network).__name__}, whose captions lose their capital ones"
+                raise refusal(who, "the words", allowed, capital)
+        self.tokens = self.tokens.with_words(words, who)
+        if self._instructed is not None:
+            self._instructed = replace_length(self.tokens, self._instructed.length)
 
     @property
     def is_clip(self) -> bool:
