@@ -10,6 +10,7 @@ Costs: in a step two evaluations of the teacher (one without guidance) and one o
 Source: Luo et al. (2023), https://arxiv.org/abs/2310.04378; LCM-LoRA: https://arxiv.org/abs/2311.05556.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,7 +83,8 @@ class ConsistencyDistillation(DistilledDiffusion):
         super().__init__(teacher, teacher_guidance, sampling_steps, learning_rate, samples, override)
         self.loss = loss
         self.save_hyperparameters({"teacher_guidance": teacher_guidance, "loss": asdict(loss)})
-        self._target: dict[str, Tensor] = {}  # averaged weights that train, by their name in the network
+        # Averaged weights that train, by their name in the network, in float32: bfloat16 would round small steps away.
+        self._target: dict[str, Tensor] = {}
         self._averaged_at = 0  # optimizer step of the last update
 
     def on_train_start(self) -> None:
@@ -95,7 +97,9 @@ class ConsistencyDistillation(DistilledDiffusion):
                 "shards them: set it to 0"
             )
         if self.loss.average and not self._target:
-            self._target = {name: p.detach().clone() for name, p in trained.items()}
+            for name, p in trained.items():
+                wide = torch.promote_types(p.dtype, torch.float32)
+                self._target[name] = p.detach().to(wide, copy=True)
         self._target = {name: moved(tensor, self.device) for name, tensor in self._target.items()}
         self._averaged_at = self.trainer.global_step
 
@@ -107,7 +111,7 @@ class ConsistencyDistillation(DistilledDiffusion):
         assert self.network is not None
         weights = dict(self.network.named_parameters())
         for name, tensor in self._target.items():
-            tensor.lerp_(weights[name].detach(), 1.0 - self.loss.average)
+            tensor.lerp_(weights[name].detach().to(tensor.dtype), 1.0 - self.loss.average)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -132,10 +136,18 @@ class ConsistencyDistillation(DistilledDiffusion):
         found = consistency_output(self(x, t, condition), x, t, process, self.prediction)
         with torch.no_grad():
             earlier = ddim_step(self.taught(x, t, condition), x, t, then, process, self.prediction)
-            output = call_with(self.network, self._target, lambda: self(earlier, then, condition))  # type: ignore[arg-type]
+            output = self._averaged(lambda: self(earlier, then, condition))
             target = consistency_output(output, earlier, then, process, self.prediction)
         sample_loss = huber_loss(found, target, self.loss.huber)
         if "loss_weight" in batch:
             sample_loss = sample_loss * latent_source.weights_of(batch, x0)
         losses = {"loss": sample_loss.mean(), "sample_loss": sample_loss}
         return losses | {"timesteps": t, "log_snr": process.log_snr(t)}
+
+    def _averaged(self, function: Callable[[], Tensor]) -> Tensor:
+        """Call ``function`` while the network has the averaged weights."""
+        assert self.network is not None
+        weights = dict(self.network.named_parameters())
+        average = {name: tensor.to(weights[name].dtype) for name, tensor in self._target.items()}
+        output: Tensor = call_with(self.network, average, function)
+        return output

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.consistency import (
     consistency_output,
@@ -116,6 +117,9 @@ class DistributionMatching(DistilledDiffusion):
         """
         times = consistency_times(self.sampling_steps)
         last = int(torch.randint(len(times), (1,), device="cpu"))
+        trainer = trainer_of(self)
+        if trainer is not None and trainer.world_size > 1:  # sharded weights are gathered by all processes together
+            last = trainer.strategy.broadcast(last)
         x0 = torch.zeros(shape, device=self.device)
         for i in range(last + 1):
             t = times[i].to(self.device).expand(len(x0))

@@ -19,6 +19,7 @@ from lit_efficient import (
     LatentDiffusion,
     LoRA,
     Samples,
+    StochasticRounding,
 )
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.errors import CheckpointError, ConfigurationError
@@ -26,6 +27,7 @@ from lit_efficient.losses.noise_process import alphas_cumprod
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.tasks.loading import load_latent_diffusion
 from tests import support
+from tests.processes import run_ranks
 
 BACKBONE = DiTConfig(channels=2, size=4, width=16, depth=1, heads=2, num_classes=3)
 PROCESSES = [("eps", "scaled_linear"), ("flow", "flow")]
@@ -57,13 +59,14 @@ def teacher(tmp_path):
     return write
 
 
-def fit(module, folder, steps, *callbacks, ckpt=None):
+def fit(module, folder, steps, *callbacks, ckpt=None, **options):
     trainer = support.trainer(
         default_root_dir=folder,
         max_steps=steps,
         max_epochs=-1,
         limit_val_batches=0,
         callbacks=[*callbacks, ExactResume()],
+        **options,
     )
     module.configure_optimizers = lambda: torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], 1e-2)
     trainer.fit(module, loader(), loader(), ckpt_path=ckpt)
@@ -131,17 +134,19 @@ def test_a_loss_of_consistency_distillation_is_that_of_the_authors(teacher, pred
     torch.testing.assert_close(found["loss"], loss, rtol=1e-3, atol=1e-5)
 
 
-def test_the_average_follows_each_step(teacher, tmp_path):
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_average_follows_each_step(precision, teacher, tmp_path):
     L.seed_everything(0, verbose=False)
     module = ConsistencyDistillation(teacher(), loss=ConsistencyLoss(average=0.5), samples=Samples(0))
     seen = []
 
     class Watch(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append({name: p.detach().clone() for name, p in pl_module.network.named_parameters()})
+            seen.append({name: p.detach().float().clone() for name, p in pl_module.network.named_parameters()})
 
-    fit(module, tmp_path, 3, Watch())
-    seen.append({name: p.detach().clone() for name, p in module.network.named_parameters()})
+    rounding = [StochasticRounding()] if precision == "bf16-true" else []
+    fit(module, tmp_path, 3, Watch(), *rounding, precision=precision)
+    seen.append({name: p.detach().float() for name, p in module.network.named_parameters()})
     for name, tensor in module._target.items():
         expected = seen[0][name]
         for weights in seen[1:]:
@@ -196,6 +201,27 @@ def test_the_second_network_trains_in_each_step_and_the_first_in_some(teacher, t
 
     fit(module, tmp_path, 5, Watch())
     assert changed == [[i % 3 == 0, True] for i in range(5)]
+
+
+@pytest.mark.turns(4, family="ranks")
+def test_all_processes_take_equally_many_steps_of_sampling(teacher, tmp_path):
+    """Otherwise they would wait for each other's sharded weights for ever."""
+    run_ranks(_count_evaluations, tmp_path, teacher())
+
+
+def _count_evaluations(path):
+    module = DistributionMatching(path, fake_steps=2, samples=Samples(0), sampling_steps=8)
+    counts = []
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            torch.manual_seed(trainer.global_rank)
+            pl_module.network.register_forward_pre_hook(lambda *args: counts.append(trainer.global_step))
+
+    fit(module, ".", 4, Watch(), devices=2, strategy="ddp_find_unused_parameters_true")
+    every = [None, None]
+    torch.distributed.all_gather_object(every, counts)
+    assert every[0] == every[1]
 
 
 def test_the_gradient_of_a_step_of_matching_is_that_of_the_authors(teacher):
