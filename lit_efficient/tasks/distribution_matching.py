@@ -59,6 +59,7 @@ class DistributionMatching(DistilledDiffusion):
     """
 
     reads = ()
+    training_only = ("fake",)
 
     def __init__(
         self,

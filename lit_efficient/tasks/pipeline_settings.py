@@ -97,7 +97,11 @@ class PipelineSettings:
             value = replace(
                 value, options=options_from(self.meaning.scheduler_fields, value.name) | (value.options or {})
             )
-        shift = self._shift("sampler.shift", value.shift, process)
+        shift = value.shift
+        if value.name == "lcm":  # its times are those of the distillation
+            shift = 1.0 if shift is None else shift
+        else:
+            shift = self._shift("sampler.shift", shift, process)
         empty = value.empty_prompt
         if self.meaning is not None:
             declared = self.meaning.empty_caption

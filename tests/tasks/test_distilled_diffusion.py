@@ -28,6 +28,9 @@ from lit_efficient.models.networks.condition import Condition
 from lit_efficient.tasks.loading import load_latent_diffusion
 from tests import support
 from tests.processes import run_ranks
+from tests.support_cli import export
+from tests.tasks.test_text_training import data
+from tests.tiny_pipelines import written
 
 BACKBONE = DiTConfig(channels=2, size=4, width=16, depth=1, heads=2, num_classes=3)
 PROCESSES = [("eps", "scaled_linear"), ("flow", "flow")]
@@ -222,6 +225,57 @@ def _count_evaluations(path):
     every = [None, None]
     torch.distributed.all_gather_object(every, counts)
     assert every[0] == every[1]
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_a_teacher_whose_pipeline_shifts_its_times(family, tmp_path):
+    written(family, tmp_path / "base")
+    module = ConsistencyDistillation(
+        DiffusersModelConfig(str(tmp_path / "base")), teacher_guidance=1.0, samples=Samples(0), override=["vae_scaling"]
+    )
+    callbacks = [LoRA(rank=2, targets=["to_q", "to_v"])]
+    trainer = support.trainer(max_steps=2, limit_val_batches=0, callbacks=callbacks)
+    trainer.fit(module, data(tmp_path / "base"))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded, _ = load_latent_diffusion(str(tmp_path / "a.ckpt"))
+    drawn = [
+        one.eval().sample(captions=["one 1"], generator=torch.Generator().manual_seed(0), size=(8, 8))
+        for one in (module, loaded)
+    ]
+    assert torch.equal(*drawn)
+
+
+def test_adapters_of_matching_leave_the_second_network_and_the_base_out(tmp_path):
+    written("sdxl", tmp_path / "base")
+    spec = DiffusersModelConfig(str(tmp_path / "base"))
+
+    def run(steps, ckpt=None):
+        L.seed_everything(0, verbose=False)
+        module = DistributionMatching(spec, fake_steps=2, samples=Samples(0), override=["vae_scaling"])
+        module.configure_optimizers = lambda: torch.optim.AdamW(
+            [p for p in module.parameters() if p.requires_grad], 1e-2
+        )
+        callbacks = [LoRA(rank=2, targets=["to_q", "to_v"]), ExactResume()]
+        trainer = support.trainer(max_steps=steps, limit_val_batches=0, callbacks=callbacks)
+        trainer.fit(module, data(tmp_path / "base"), ckpt_path=ckpt, weights_only=True)
+        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        return module.eval()
+
+    module = run(4)
+    run(2)
+    again = run(4, str(tmp_path / "2.ckpt"))
+    support.assert_equal(module.state_dict(), again.state_dict())
+    held = torch.load(tmp_path / "4.ckpt", weights_only=True)
+    assert all(".lora_" in name for name in [*held["state_dict"], *held["lit_efficient"]["training_only"]])
+    assert len(held["state_dict"]) == len(held["lit_efficient"]["training_only"])
+    assert export([str(tmp_path / "4.ckpt"), "--format", "peft", "--output", str(tmp_path / "out")]) == 0
+    fresh = written("sdxl", tmp_path / "fresh")
+    fresh.load_lora_weights(tmp_path / "out")
+    x, text, pooled = torch.randn(1, 4, 8, 8), torch.randn(1, 5, 48), torch.randn(1, 6)
+    given = {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": torch.zeros(1, 6)}}
+    with torch.no_grad():
+        ours, theirs = (one(x, torch.tensor([300]), text, **given).sample for one in (module.network, fresh.unet))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_gradient_of_a_step_of_matching_is_that_of_the_authors(teacher):

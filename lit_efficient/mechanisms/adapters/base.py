@@ -187,9 +187,12 @@ def trim(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     now = digests(module)
     changed = {name for name, digest in now.items() if digest != mark["digests"].get(name, digest)}
     norms = {name for name, part in module.named_modules() if isinstance(part, BatchNorm)}
-    dropped = {key for key in frozen_keys(module, checkpoint["state_dict"]) if key.rpartition(".")[0] not in norms}
-    dropped -= changed
+    aside = checkpoint["lit_efficient"].get("training_only", {})
+    frozen = frozen_keys(module, [*checkpoint["state_dict"], *aside])
+    dropped = {key for key in frozen if key.rpartition(".")[0] not in norms} - changed
     checkpoint["state_dict"] = {key: value for key, value in checkpoint["state_dict"].items() if key not in dropped}
+    for key in dropped & set(aside):
+        del aside[key]
 
 
 def check(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

@@ -191,6 +191,8 @@ def start_adapters(module: nn.Module, tensors: Mapping[str, Tensor], trained: li
 def placement(module: nn.Module) -> dict[str, Any]:
     """Return the positions of the adapters in ``module``, as primitives for a checkpoint.
 
+    Networks that only training needs (``training_only`` of the module, their names) are left out.
+
     Returns:
         A dict with the following keys, and those of :func:`described`:
 
@@ -209,9 +211,12 @@ def placement(module: nn.Module) -> dict[str, Any]:
           ``library``, ``class``, ``config`` in JSON, and ``targets``, as above.
         - ``auto_mapping``: class of a diffusers model, as peft's configurations name it, or None.
     """
-    names = {name: part for name, part in module.named_modules() if isinstance(part, LowRank)}
-    experts = {name: part for name, part in module.named_modules() if isinstance(part, LowRankExperts)}
-    root = model_root(module, [*names, *experts, *trained_names(module)])
+    apart = tuple(f"{name}." for name in getattr(module, "training_only", ()))
+    kept = {name: part for name, part in module.named_modules() if not name.startswith(apart)}
+    names = {name: part for name, part in kept.items() if isinstance(part, LowRank)}
+    experts = {name: part for name, part in kept.items() if isinstance(part, LowRankExperts)}
+    trained = [name for name in trained_names(module) if not name.startswith(apart)]
+    root = model_root(module, [*names, *experts, *trained])
     prefix = f"{root}." if root else ""
     parts: dict[str, Any] = {name.removeprefix(prefix): part for name, part in names.items()}
     kinds = {name: "conv1d" if is_conv1d(part) else str(kind_of(part)) for name, part in parts.items()}
