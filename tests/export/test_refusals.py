@@ -161,10 +161,10 @@ def test_diffusers_finds_other_weights_in_a_fresh_process(
     path = written(made(**V), tmp_path / "run.ckpt")
     right = pipelines._pipeline
 
-    def moved(module: Any, network: Any, keep_adapters: bool) -> Any:
+    def moved(module: Any, network: Any, **options: bool) -> Any:
         with torch.no_grad():
             next(network.parameters()).add_(1e-3)
-        return right(module, network, keep_adapters)
+        return right(module, network, **options)
 
     with monkeypatch.context() as wrong:
         wrong.setattr(pipelines, "_pipeline", moved)

@@ -130,7 +130,9 @@ def test_a_router_that_returns_a_tuple_routes_by_the_adapted_weight() -> None:
     net(IDS).logits.sum().backward()
     assert router.lora_A.grad.any()
     dropping = apply_to(base, LoRA(rank=2, targets=["router"], dropout=0.1))
-    with pytest.raises(ConfigurationError, match=r"LoRA: 'model\.layers\.0\.feed_forward\.router' returns more than"):
+    with pytest.raises(
+        ConfigurationError, match=r"LoRA: 'model\.layers\.0\.feed_forward\.router' rounds its weight, or"
+    ):
         dropping.train()(IDS)
 
 

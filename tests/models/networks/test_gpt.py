@@ -276,9 +276,9 @@ def test_grouped_heads_come_with_a_mask_or_grouped_but_never_both() -> None:
         found = model(ids, position_ids=one_document)
     assert plain.calls == [(4, 2, False, True)] * 2
     assert packed.calls == [(4, 2, False, True)] * 4  # one document at a time: two rows, two blocks
-    with FakeTensorMode(), Attention() as masked:  # whose lengths nobody can read
+    with FakeTensorMode(), Attention() as unread:  # lengths that nobody can read
         build()(torch.zeros(2, 12, dtype=torch.long), position_ids=torch.zeros(2, 12, dtype=torch.long))
-    assert masked.calls == [(4, 4, True, False)] * 2  # CUDA's kernel for masks knows no groups
+    assert set(unread.calls) == {(4, 2, False, True)}
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     gradients = [torch.autograd.grad(out.square().mean(), list(model.parameters())) for out in (found, expected)]
     for one, other in zip(*gradients):
