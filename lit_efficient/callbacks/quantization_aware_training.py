@@ -159,15 +159,14 @@ class QuantizationAwareTraining(CheckpointHooks, Technique):
     conflicts: ClassVar[dict[str, str]] = {
         "QuantizeBase": "it stores rounded weights, which do not train; use one of the two",
         "Float8Precision": "it multiplies in float8, but the products are to be rounded otherwise; use one of the two",
-        **dict.fromkeys(
-            ("IA3", "PeftAdapter", "PrefixTuning", "PromptTuning"),
-            "it freezes the weights, which then are not trained for rounding: use LoRA, whose sum with a weight is "
-            "rounded",
-        ),
-        **dict.fromkeys(
-            [f"LoRA(variant='{variant}')" for variant in ("dora", "pissa", "qalora", "rounded")],
-            "only the sum of a weight and a plain adapter is rounded here: use variant lora or rslora, or QuantizeBase",
-        ),
+        "IA3": "it freezes the weights, so they are not trained for rounding: use LoRA",
+        "PeftAdapter": "it freezes the weights, so they are not trained for rounding: use LoRA",
+        "PrefixTuning": "it freezes the weights, so they are not trained for rounding: use LoRA",
+        "PromptTuning": "it freezes the weights, so they are not trained for rounding: use LoRA",
+        "LoRA(variant='dora')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='pissa')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='qalora')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='rounded')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
     }
     helps: ClassVar[dict[str, tuple[int, str]]] = {"quality": (0, "4-bit weights that are trained with their rounding")}
 

@@ -318,7 +318,7 @@ def test_tied_and_odd_layers_stay_and_are_named() -> None:
     assert "stem, blocks.0.down" in report.summary
     with pytest.raises(ConfigurationError, match=r"no linear layer whose inputs group_size=48.*\[16, 64\]"):
         apply(Net(), [QuantizationAwareTraining(group_size=48)])
-    for adapter, said in ((LoRA(rank=2, variant="dora"), "only the sum of a weight"), (IA3(), "freezes the weights")):
+    for adapter, said in ((LoRA(rank=2, variant="dora"), "only plain adapters"), (IA3(), "freezes the weights")):
         with pytest.raises(ConflictError, match=said):
             trainer([QuantizationAwareTraining(8), adapter]).fit(Toy("init"), data(), data())
     with pytest.raises(ConfigurationError, match=r"rounds its weight, .* without dropout"):
