@@ -30,6 +30,7 @@ from lit_efficient.losses.consistency import (
 )
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.networks.condition import Condition
+from lit_efficient.surgery import moved
 from lit_efficient.tasks import latent_source
 from lit_efficient.tasks.distilled_diffusion import DistilledDiffusion
 from lit_efficient.tasks.latent_generator import Samples
@@ -116,14 +117,14 @@ class DistributionMatching(DistilledDiffusion):
             shape: Shape of the samples.
             trains: Whether the last step has gradients.
         """
-        times = consistency_times(self.sampling_steps)
+        times = moved(consistency_times(self.sampling_steps), self.device)  # without a wait
         last = int(torch.randint(len(times), (1,), device="cpu"))
         trainer = trainer_of(self)
         if trainer is not None and trainer.world_size > 1:  # sharded weights are gathered by all processes together
             last = trainer.strategy.broadcast(last)
         x0 = torch.zeros(shape, device=self.device)
         for i in range(last + 1):
-            t = times[i].to(self.device).expand(len(x0))
+            t = times[i].expand(len(x0))
             noise = torch.randn_like(x0)
             x = noise if i == 0 else diffusion.add_noise(x0, noise, t, self.process)
             with torch.set_grad_enabled(trains and i == last):

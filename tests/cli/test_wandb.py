@@ -78,7 +78,7 @@ def test_a_run_without_a_key_is_recorded_offline_with_the_whole_config(offline, 
     shown = capsys.readouterr()
     assert "URL not available" not in shown.out + shown.err
     assert "anonymous setting" not in shown.out + shown.err
-    sync = Path(next(line.split()[-1] for line in shown.out.splitlines() if line.startswith("  wandb sync ")))
+    sync = Path(next(line.split()[-1] for line in shown.out.splitlines() if "wandb sync " in line))
     assert sync.parts[:2] == ("runs", "base")
     run = Path("runs/base/latest")
     assert sync.resolve().parent == run.resolve() / "wandb"  # beside the checkpoints and the config
@@ -117,7 +117,7 @@ def test_an_export_is_an_artifact_that_names_its_training_and_its_checkpoint(off
     assert ids_of(trained) == ["chosen"]
     capsys.readouterr()
     assert main(["export", str(run / "last.ckpt"), "--output", "weights", "--no_check", "--wandb"]) == 0
-    sync = Path(capsys.readouterr().out.rpartition("wandb sync ")[2].strip())
+    sync = Path(capsys.readouterr().out.rpartition("wandb sync ")[2].splitlines()[0].strip())
     assert sync == newest(run)
     exported = list(records(written(sync)))
     (of_export,) = (one.run for one in exported if one.WhichOneof("record_type") == "run")

@@ -123,7 +123,7 @@ def smaller(path: Path) -> dict[str, Any]:
         merge(model, {"backbone": {"init_args": {"width": 16, "depth": 1, "heads": 2}}})
         data["autoencoder"]["init_args"] = {"config_fields": VAE}
     elif "Latent" in written["data"]["class_path"]:
-        backbone = model["backbone"]
+        backbone = model.get("backbone") or model["teacher"]
         if path.stem == "photos_all":
             data["autoencoder"] = {"class_path": "lit_efficient.DiffusersModelConfig"}
             data["autoencoder"]["init_args"] = {"config_fields": {**VAE, "latent_channels": 8, "sample_size": 8}}

@@ -487,18 +487,20 @@ def test_windows_far_longer_than_rows_are_found(kind: str) -> None:
     """No short row shows them."""
     fields = {"sliding_window": 4096} if kind == "mistral" else {"attention_chunk_size": 4096}
     network: Any = nn.Module()
-    network.config = CONFIG_MAPPING[kind](**SMALL | fields, attn_implementation="sdpa")
+    config: Any = CONFIG_MAPPING[kind]
+    network.config = config(**SMALL | fields, attn_implementation="sdpa")
     reach = document_attention.reach_of(network, 1 << 14)
     assert reach is not None
     assert not reach.whole
-    earlier = reach.earlier
+    earlier: Any = reach.earlier
     if isinstance(earlier, dict):
         earlier = earlier["chunked_attention"]
     assert isinstance(earlier, Tensor)
     place = torch.arange(1 << 14)
     assert torch.equal(earlier, place.clamp(max=4095) if kind == "mistral" else place % 4096)
     other: Any = nn.Module()
-    other.config = CONFIG_MAPPING["mistral"](**SMALL | {"sliding_window": None}, attn_implementation="sdpa")
+    config = CONFIG_MAPPING["mistral"]
+    other.config = config(**SMALL | {"sliding_window": None}, attn_implementation="sdpa")
     reach = document_attention.reach_of(other, 1 << 14)
     assert reach is not None
     assert reach.whole

@@ -117,7 +117,10 @@ class _Outer(torch.autograd.Function):
             total = y.view(-1, y.shape[-1])
             torch.addmm(total, _rows(inner), narrow.mT, alpha=scale, out=total)
             return y
-        return torch.addmm(_rows(y), _rows(inner), narrow.mT, alpha=scale).view_as(y)
+        # The result must not be a view, because networks may change it in place.
+        made = torch.empty_like(y, memory_format=torch.contiguous_format)
+        torch.addmm(_rows(y), _rows(inner), narrow.mT, alpha=scale, out=made.view(-1, made.shape[-1]))
+        return made
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -384,3 +384,24 @@ def test_the_backward_pass_of_an_adapter_adds_no_gradients(given: bool, products
         y.backward(torch.ones_like(y))
     assert "add" not in passes.names
     assert passes.names.count("mm") + passes.names.count("addmm") == products
+
+
+class _Own(nn.Linear):
+    """Linear layer with a forward of its own, as transformers' Falcon has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+def test_a_network_may_change_the_output_of_an_adapted_layer_in_place() -> None:
+    layer = nn.Sequential(_Own(6, 6))
+    apply(layer, [LoRA(rank=2, targets=["0"])])
+    with torch.no_grad():
+        next(p for name, p in layer.named_parameters() if name.endswith("lora_B")).normal_()
+    x = torch.randn(2, 3, 6)
+    gradients = []
+    for add in (torch.Tensor.add, torch.Tensor.add_):
+        loss = add(layer(x), x).square().sum()
+        gradients.append(torch.autograd.grad(loss, [p for p in layer.parameters() if p.requires_grad]))
+    for plain, in_place in zip(*gradients):
+        assert torch.equal(plain, in_place)

@@ -115,16 +115,17 @@ def test_a_gpu_without_flex_attention_takes_the_lengths_of_documents(
     monkeypatch.setattr(document_attention, "kind_of", lambda device: "cuda")
     monkeypatch.setattr(document_attention, "_flex_works", lambda *given: False)
     monkeypatch.setattr(document_attention, "_varlen_tried", lambda *given: True)
-    monkeypatch.setattr(
-        document_attention,
-        "varlen_attn",
-        lambda *given, **options: calls.append(1) or by_documentation(*given, **options),
-    )
+
+    def counted(*given: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return by_documentation(*given, **options)
+
+    monkeypatch.setattr(document_attention, "varlen_attn", counted)
     agree(attend_documents, SEEN[seen], kv_heads)
     assert bool(calls) == (seen != "two windows")
     with Squares(300) as squares:  # with dropout no kernel for lengths
-        parts = [heads(4)[[0, 3]] for _ in range(3)]  # without the document that fills its row
-        attend_documents(*parts, STARTS[[0, 3]], dropout=0.5)
+        query, key, value = (heads(4)[[0, 3]] for _ in range(3))  # without the document that fills its row
+        attend_documents(query, key, value, STARTS[[0, 3]], dropout=0.5)
     assert squares.found == []
 
 
@@ -155,7 +156,12 @@ def test_lengths_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -
     found: list[int] = []
     starts = STARTS.clone()
     cpu = Tensor.cpu
-    monkeypatch.setattr(Tensor, "cpu", lambda self: found.append(1) or cpu(self))
+
+    def counted(self: Tensor) -> Tensor:
+        found.append(1)
+        return cpu(self)
+
+    monkeypatch.setattr(Tensor, "cpu", counted)
     for _ in range(3):
         attend_documents(heads(4), heads(4), heads(4), starts)
     assert found == [1]
