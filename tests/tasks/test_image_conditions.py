@@ -78,6 +78,18 @@ def check_predictions(module: LatentDiffusion, steps: list[Any], batch: dict[str
         assert (without - theirs).abs().max() > 1e-3  # the image counts
 
 
+def check_inpainting(module: LatentDiffusion, pipeline: Any) -> None:
+    """Compare the predictions of an inpainting network with those of each step of its pipeline."""
+    batch = batch_of()
+    assert module.codec is not None
+    mean, _ = module.codec.encode(batch["images"] * (batch["mask"] < 0.5))
+    module.codec.encode = lambda images: (mean, None)  # type: ignore[method-assign]  # the pipeline draws a sample
+    pipeline._encode_vae_image = lambda image, generator: mean
+    arguments = {"prompt": CAPTION, "image": batch["images"] / 2 + 0.5, "mask_image": batch["mask"], "strength": 1.0}
+    steps = recorded(pipeline, **arguments, guidance_scale=5.0, height=64, width=64)
+    check_predictions(module, steps, batch, 5.0)
+
+
 def controlled(folder: Path, family: str, controlnet: Any) -> Any:
     name = "StableDiffusionXLControlNetPipeline" if family == "sdxl" else "StableDiffusionControlNetPipeline"
     base = tiny_pipelines.written(family, folder)
@@ -125,14 +137,7 @@ def test_an_inpainting_network_predicts_what_its_pipeline_does(family: str, tmp_
     further = {} if family == "sdxl" else tiny_pipelines.WITHOUT_CHECKER
     components = {key: part for key, part in base.components.items() if key != "image_encoder"} | further
     pipeline = getattr(diffusers, name)(**(components | {"unet": network}))
-    batch = batch_of()
-    assert module.codec is not None
-    mean, _ = module.codec.encode(batch["images"] * (batch["mask"] < 0.5))
-    module.codec.encode = lambda images: (mean, None)  # type: ignore[method-assign]  # the pipeline draws a sample
-    pipeline._encode_vae_image = lambda image, generator: mean
-    arguments = {"prompt": CAPTION, "image": batch["images"] / 2 + 0.5, "mask_image": batch["mask"], "strength": 1.0}
-    steps = recorded(pipeline, **arguments, guidance_scale=5.0, height=64, width=64)
-    check_predictions(module, steps, batch, 5.0)
+    check_inpainting(module, pipeline)
 
 
 def kontext_steps(pipeline: Any, batch: dict[str, Any]) -> list[Any]:
