@@ -38,6 +38,8 @@ usage: python -m lit_efficient COMMAND ...
               -c CONFIG [--device-memory 24GiB] [--devices 8] [--solve max_length]
   tune        search the fastest settings of a fit within a memory limit, at the same effective batch, and write an
               overlay:    -c CONFIG --device_memory 24GiB [--minutes 20] [--allow_changes]
+  sweep       train each combination of values, on all GPUs, and print a table:
+              -c CONFIG --grid model.learning_rate=1e-3,3e-4 --grid seed_everything=0,1 [--trials 20]
   verify      check that a training computes what it claims: accumulation, resuming, masks, exports, ...
               -c CONFIG [...] [--only A,B] [--full] [--json]
   compare     measure time and memory that techniques save on a config:    -c CONFIG --with lora ema | --all

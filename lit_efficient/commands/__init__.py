@@ -28,4 +28,5 @@ COMMANDS = (
     "verify",
     "compare",
     "tune",
+    "sweep",
 )

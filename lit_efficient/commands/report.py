@@ -3,10 +3,14 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.events import EVENTS
 from lit_efficient.files.runs import LATEST, read_record, real
+
+if TYPE_CHECKING:
+    from lit_efficient.evidence.reporting.run_record import RunRecord
 
 _SIGNS = (EVENTS, "config.yaml", "metrics.csv", "lightning_logs")
 
@@ -29,9 +33,8 @@ def run(argv: Sequence[str]) -> int:
     folders = list(dict.fromkeys(folder_of(name) for name in options.runs))
 
     from lit_efficient.evidence.reporting.pages import plain
-    from lit_efficient.evidence.reporting.run_page import MARK, facts, page
+    from lit_efficient.evidence.reporting.run_page import facts
     from lit_efficient.evidence.reporting.run_record import RunRecord
-    from lit_efficient.files.atomic_file import replacing
 
     target = Path("report.html")
     if options.output:
@@ -40,18 +43,31 @@ def run(argv: Sequence[str]) -> int:
         target = folders[0] / "report.html"
     if target.is_dir():
         target = target / "report.html"
-    if target.exists() and not target.read_bytes().startswith(MARK.encode()):
-        raise ConfigurationError(f"report: {target} exists already and is no report: name another --output")
     runs = [RunRecord(folder) for folder in folders]
-    content = page(runs).encode()
-    with replacing(target) as file:
-        file.write(content)
+    size = write_report(runs, target)
     for each in runs:
         print(plain(each.name))
         for name, value in facts(each).items():
             print(f"  {name:<18}{' '.join(plain(value).split())}")
-    print(f"Wrote {target} ({len(content) / 1000:,.0f} kB): open it in a browser.")
+    print(f"Wrote {target} ({size / 1000:,.0f} kB): open it in a browser.")
     return 0
+
+
+def write_report(runs: "Sequence[RunRecord]", target: Path) -> int:
+    """Write the page of some runs, and return its size in bytes.
+
+    Raises:
+        ConfigurationError: If the file exists and is no report.
+    """
+    from lit_efficient.evidence.reporting.run_page import MARK, page
+    from lit_efficient.files.atomic_file import replacing
+
+    if target.exists() and not target.read_bytes().startswith(MARK.encode()):
+        raise ConfigurationError(f"report: {target} exists already and is no report: name another --output")
+    content = page(runs).encode()
+    with replacing(target) as file:
+        file.write(content)
+    return len(content)
 
 
 def folder_of(name: str) -> Path:
