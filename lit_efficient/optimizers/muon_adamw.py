@@ -10,11 +10,16 @@ update.
 
     cautious:  p <- p - lr * weight_decay * p  only where  update * p >= 0
 
+Newton-Schulz iterations repeat one polynomial, whose singular values end between 0.7 and 1.2. Polar Express has another
+polynomial for each iteration, each the best one for the singular values that are possible there.
+
+    polar_express:  X <- a_k X + (b_k X X^T + c_k (X X^T)^2) X,    k = 1, 2, ...
+
 Saves: 4 of AdamW's 8 bytes for each parameter of the hidden matrices; in published runs up to half of the steps
 Costs: five Newton-Schulz iterations for each matrix and step, about 1 % of the step of a large model
 Source: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/; Liu et al. (2025),
     https://arxiv.org/abs/2502.16982; NorMuon: Li et al. (2025), https://arxiv.org/abs/2510.05491; decay: Chen et al.
-    (2025), https://arxiv.org/abs/2510.12402
+    (2025), https://arxiv.org/abs/2510.12402; Polar Express: Amsel et al. (2025), https://arxiv.org/abs/2505.16932
 """
 
 from collections.abc import Callable
@@ -37,6 +42,18 @@ from lit_efficient.traits import Trait
 _TRAINED = 1.2  # a ratio of singular values above this is a sign of training; new matrices have 0.5 to 1.1
 _FILTER = 15  # widest usual filter of a one-dimensional convolution
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
+# Polar Express for singular values of at least 1e-3: the numbers of the paper. The last polynomial repeats.
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+_MARGIN = 1.01  # divides singular values, so that rounding to bfloat16 does not lead out of the range of a polynomial
 _ADJUST = {True: "match_rms_adamw", False: "original"}
 
 
@@ -91,6 +108,8 @@ class MuonAdamW(ChecksTypes, Optimizer):
         normuon: Decay rate of the mean squares of rows (NorMuon), in [0, 1). The paper uses 0.95. ``None`` is plain
             Muon.
         cautious_decay: Apply weight decay only where the update has the sign of the weight.
+        polar_express: Orthogonalise with the polynomials of Polar Express instead of those of Newton-Schulz. Five
+            iterations bring the singular values to 1 +- 0.13 instead of 1 +- 0.32, eight to the precision of bfloat16.
 
     The first step warns if the singular values show that another optimizer has trained the matrices of Muon.
     Fine-tuning weights with Muon that Adam pretrained brings no gain (https://arxiv.org/abs/2511.06086) or is worse
@@ -117,6 +136,7 @@ class MuonAdamW(ChecksTypes, Optimizer):
         decay_norm_and_bias: bool = True,
         normuon: float | None = None,
         cautious_decay: bool = False,
+        polar_express: bool = False,
     ) -> None:
         check_number("MuonAdamW", "lr", lr, least=0)
         check_number("MuonAdamW", "weight_decay", weight_decay, least=0)
@@ -129,11 +149,13 @@ class MuonAdamW(ChecksTypes, Optimizer):
             raise refusal("MuonAdamW", "max_aspect_ratio", "at least 1", max_aspect_ratio)
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": tuple(betas), "eps": eps}
         defaults |= {"ns_steps": ns_steps, "match_rms_adamw": match_rms_adamw, "muon": False}
-        # Both are missing in groups unless they are set, so that a checkpoint without them can be resumed with them.
+        # These are missing in groups unless they are set, so that a checkpoint without them can be resumed with them.
         if normuon is not None:
             defaults["normuon"] = normuon
         if cautious_decay:
             defaults["cautious_decay"] = True
+        if polar_express:
+            defaults["polar_express"] = True
         groups = parameter_groups(params, weight_decay, decay_norm_and_bias)
         super().__init__([part for group in groups for part in _split(group, max_aspect_ratio)], defaults)
         self._unchecked = [p for group in self.param_groups if group["muon"] for p in group["params"]]
@@ -171,7 +193,7 @@ class MuonAdamW(ChecksTypes, Optimizer):
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            for key in {"normuon", "cautious_decay"} & self.defaults.keys():
+            for key in {"normuon", "cautious_decay", "polar_express"} & self.defaults.keys():
                 group.setdefault(key, self.defaults[key])
 
     def _muon(self, group: dict[str, object], parameters: list[Tensor]) -> None:
@@ -190,7 +212,8 @@ class MuonAdamW(ChecksTypes, Optimizer):
         stacks = [_matrices(stack) for stack in (p, p.grad, state["momentum_buffer"], squares)]
         for matrix, gradient, buffer, square in zip(*stacks, strict=True):
             buffer.lerp_(gradient, 1 - group["momentum"])
-            update = _orthogonal(gradient.lerp(buffer, group["momentum"]), group["ns_steps"])
+            update = gradient.lerp(buffer, group["momentum"])
+            update = _orthogonal(update, group["ns_steps"], bool(group.get("polar_express")))
             rate = muon_rate(lr, _ADJUST[group["match_rms_adamw"]], matrix.shape)
             if group.get("normuon") is not None:
                 norm = min(matrix.shape) ** 0.5 if group["match_rms_adamw"] else None
@@ -208,16 +231,41 @@ class MuonAdamW(ChecksTypes, Optimizer):
         adamw(self, group, parameters, decays=False)
 
 
-def _orthogonal(update: Any, steps: int) -> Tensor:
+def polar_express(matrix: Tensor, steps: int) -> Tensor:
+    """Return the orthogonal matrix that is nearest to ``matrix``, approximated with the polynomials of Polar Express.
+
+    Args:
+        matrix: [m, n]. float64 is kept; other dtypes are computed and returned in bfloat16.
+        steps: Number of polynomials, at least 1.
+    """
+    x = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
+    tall = len(x) > x.shape[1]
+    if tall:
+        x = x.T
+    x = x / (x.norm() * _MARGIN).clamp_min(1e-7)
+    for step in range(steps):
+        a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)]
+        if step < len(POLAR_EXPRESS) - 1:
+            a, b, c = a / _MARGIN, b / _MARGIN**3, c / _MARGIN**5
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def _orthogonal(update: Any, steps: int, express: bool) -> Tensor:
     """Return the orthogonal matrix that is nearest to ``update``.
 
     Shards are gathered once, and each process orthogonalises the whole matrix. Products of shards would need
     communication in each iteration, and would be summed in bfloat16.
     """
-    if not is_sharded(update):
-        return orthogonalised(update, _NEWTON_SCHULZ, steps, 1e-7)
-    whole = orthogonalised(update.full_tensor(), _NEWTON_SCHULZ, steps, 1e-7)
-    return placed_like(whole, update, whole.dtype)
+    whole = update.full_tensor() if is_sharded(update) else update
+    if express:
+        whole = polar_express(whole, steps)
+    else:
+        whole = orthogonalised(whole, _NEWTON_SCHULZ, steps, 1e-7)
+    if is_sharded(update):
+        return placed_like(whole, update, whole.dtype)
+    return whole
 
 
 def normalise_neurons(update: Tensor, mean_square: Tensor, beta: float, norm: float | Tensor | None = None) -> Tensor:

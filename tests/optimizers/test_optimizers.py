@@ -28,6 +28,7 @@ from lit_efficient import (
 )
 from lit_efficient.internals.torch_optimizers import orthogonalised
 from lit_efficient.models.networks.gpt import GPT, GPTConfig
+from lit_efficient.optimizers.muon_adamw import POLAR_EXPRESS, polar_express
 from lit_efficient.optimizers.spectra import outlier_ratio
 from tests.support import Toy, assert_equal, data, trainer, weights
 
@@ -106,7 +107,9 @@ def test_norms_and_biases_decay_unless_told_otherwise(kind: Any) -> None:
         assert moved == ({1, 2} if decay_norm_and_bias else {2})
 
 
-@pytest.mark.parametrize("kind", [*ALL, functools.partial(MuonAdamW, normuon=0.95, cautious_decay=True)])
+@pytest.mark.parametrize(
+    "kind", [*ALL, functools.partial(MuonAdamW, normuon=0.95, cautious_decay=True, polar_express=True)]
+)
 def test_each_resumes_bit_exactly_from_a_safe_load(kind: Any) -> None:
     whole, half, resumed = network(), network(), network()
     steps(whole, optimizer := ready(kind(whole.parameters(), lr=1e-2)), 2)
@@ -261,6 +264,38 @@ def test_normuon_and_cautious_decay_are_the_papers(shape: Any, normuon: float | 
         assert rows.shape == (*shape[:-1], 1)
 
 
+def test_the_polynomials_of_polar_express_are_the_best_ones_for_singular_values_from_a_thousandth_to_one() -> None:
+    """The best polynomial overshoots 1 by as much as it falls short of it."""
+    x = torch.logspace(-3, 0, 10_001, dtype=torch.float64)
+    for a, b, c in POLAR_EXPRESS:
+        x = a * x + b * x**3 + c * x**5
+        assert float(1 - x.min()) == pytest.approx(float(x.max() - 1), rel=1e-4, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12), (16, 16)])
+def test_polar_express_is_the_orthogonal_factor(shape: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(shape[0], min(shape), generator=generator, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(shape[1], min(shape), generator=generator, dtype=torch.float64))
+    matrix = left @ torch.diag(torch.logspace(0, -2.5, min(shape), dtype=torch.float64)) @ right.T
+    for steps, most in ((5, 0.13), (6, 3e-3), (8, 1e-12), (10, 1e-12)):
+        difference = polar_express(matrix, steps) - left @ right.T
+        assert torch.linalg.matrix_norm(difference, 2) < most
+        newton_schulz = orthogonalised(matrix, (3.4445, -4.775, 2.0315), steps, 1e-7).double() - left @ right.T
+        assert torch.linalg.matrix_norm(newton_schulz, 2) > 0.2
+    rounded = torch.linalg.svdvals(polar_express(matrix.float(), 8).double())
+    torch.testing.assert_close(rounded, torch.ones_like(rounded), atol=0.03, rtol=0)  # bfloat16
+
+
+def test_muon_steps_with_polar_express_where_it_is_set() -> None:
+    p = nn.Parameter(torch.zeros(16, 24))
+    gradient = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
+    p.grad = gradient.clone()
+    MuonAdamW([{"params": [p], "muon": True}], lr=1.0, weight_decay=0.0, ns_steps=8, polar_express=True).step()
+    u, _, vh = torch.linalg.svd(gradient, full_matrices=False)
+    torch.testing.assert_close(p.detach(), -0.2 * math.sqrt(24) * u @ vh, atol=0.02, rtol=0)
+
+
 def test_normuon_moves_all_rows_alike_where_muon_does_not() -> None:
     moved = {}
     for normuon in (None, 0.95):
@@ -301,7 +336,7 @@ def test_a_checkpoint_of_before_normuon_goes_on_as_plain_muon_and_takes_it_up_wh
     whole, again = network(), network()
     steps(whole, optimizer := MuonAdamW(whole.parameters(), lr=1e-2), 2)
     state = copy.deepcopy(optimizer.state_dict())
-    assert not {"normuon", "cautious_decay"} & state["param_groups"][0].keys()
+    assert not {"normuon", "cautious_decay", "polar_express"} & state["param_groups"][0].keys()
     again.load_state_dict(whole.state_dict())
     resumed = MuonAdamW(again.parameters(), lr=1e-2)
     resumed.load_state_dict(state)

@@ -421,7 +421,7 @@ def steps_of_shards() -> None:
     shapes = [(16, 5), (5, 16), (3, 16, 16), (3, 4, 2, 3), (7,), (1,)]
     weights, *gradients = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(3))
     kinds: list[tuple[Callable[..., Any], float]] = [(MuonAdamW, 0.0), (GroupedAdafactor, 1e-6)]
-    kinds.append((partial(MuonAdamW, normuon=0.9, cautious_decay=True), 1e-6))
+    kinds.append((partial(MuonAdamW, normuon=0.9, cautious_decay=True, polar_express=True), 1e-6))
     for make, error in kinds:
         ours = [nn.Parameter(distribute_tensor(w.clone(), mesh, [Shard(0)])) for w in weights]
         theirs = [nn.Parameter(w.clone()) for w in weights]
