@@ -1,4 +1,4 @@
-"""LoRA: train a low-rank change of frozen weights, with rsLoRA, DoRA, PiSSA and LoRA+.
+"""LoRA: train a low-rank change of frozen weights, with rsLoRA, DoRA, LoRA+ and starts from weights or data.
 
     y = W x + s B A x,    A [r, in], B [out, r],    s = alpha / r
 
@@ -8,17 +8,19 @@ Costs: two thin matrix products for each layer until the adapters are merged, an
     change of a weight has at most rank r
 Source: Hu et al. (2021), https://arxiv.org/abs/2106.09685; LoRA+: Hayou et al. (2024), https://arxiv.org/abs/2402.12354
 
-The variants and their formulas are in :mod:`lit_efficient.mechanisms.adapters.low_rank`.
+The variants and their formulas are in :mod:`lit_efficient.mechanisms.adapters.low_rank`, their initial values in
+:mod:`lit_efficient.mechanisms.adapters.starts`.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from math import inf
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,10 +50,12 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     kind_of,
     learned_tokens,
     scale_of,
+    start_from_data,
 )
 from lit_efficient.mechanisms.adapters.peft_folder import adapter_in, placement, read_adapter, start_adapters
 from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, mix_adapters, rest_beside
+from lit_efficient.mechanisms.adapters.starts import FROM_DATA, FROM_WEIGHT, Statistics
 from lit_efficient.mechanisms.adapters.targets import (
     ALL_LINEAR,
     WITH_EXPERTS,
@@ -80,7 +84,11 @@ class LoRA(AdapterTechnique):
             of experts. Otherwise regular expressions for the ends of dotted names, such as ``experts.down_proj``.
         dropout: Dropout rate on the input of the adapters, at least 0 and below 1.
         variant: ``lora`` is the formula above. ``rslora`` scales by alpha / sqrt(r). ``dora`` trains directions and
-            magnitudes separately. ``pissa`` starts from the r largest singular values of the weight and their vectors.
+            magnitudes separately. ``pissa`` starts from the r largest singular values of the weight and their vectors,
+            ``olora`` from its QR decomposition. Three variants start from ``start_batches`` of the training data, whose
+            statistics need host memory: ``eva`` from the main directions of a layer's inputs, ``corda`` from the
+            directions in which the weight changes these inputs most (4 in^2 bytes for each layer), and ``lora_ga``
+            from the gradient of the weight (4 in out bytes).
             ``qalora`` and ``rounded`` need ``QuantizeBase(format="int4")``: ``qalora`` sees sums over the
             quantisation groups and merges into the zero points without error, and ``rounded`` computes with the
             rounded int4 weight that results from merging, at the cost of one float weight per layer.
@@ -102,6 +110,9 @@ class LoRA(AdapterTechnique):
             not train. ``mix_adapters`` (lit_efficient.mechanisms.adapters.several) switches to them or mixes them with
             the trained adapter, which is called ``default``; ``adapters_by_row`` chooses one for each row of a batch.
             Only for the variants lora and rslora.
+        start_batches: Number of batches from which the variants ``eva``, ``corda`` and ``lora_ga`` start, at least 1.
+            They run before the first step and are trained on again later. The positions that ``attention_mask``
+            leaves out do not count.
         start_from: Folder of an adapter, saved by peft or by ``export --format peft``, from which training starts; or
             file or folder of a LoRA of diffusers, kohya's scripts, ComfyUI, ai-toolkit or LyCORIS for a network of
             diffusers, whose layers may have several ranks (training then has the largest). rank, alpha, targets,
@@ -137,6 +148,7 @@ class LoRA(AdapterTechnique):
         seed: int = 0,
         start_from: str | None = None,
         beside: dict[str, str | dict[str, str | int | float | list[str]]] | None = None,
+        start_batches: int = 16,
     ) -> None:
         super().__init__()
         check_number("LoRA", "rank", rank, least=1, whole=True)
@@ -144,6 +156,7 @@ class LoRA(AdapterTechnique):
         check_number("LoRA", "dropout", dropout, least=0, below=1)
         check_choice("LoRA", "variant", variant, VARIANTS)
         check_number("LoRA", "lr_ratio", lr_ratio, above=0, null=True)
+        check_number("LoRA", "start_batches", start_batches, least=1, whole=True)
         for pattern, rate in (rates or {}).items():
             check_number("LoRA", f"rates[{pattern!r}]", rate, above=0)
         if dropout and variant == "rounded":
@@ -169,6 +182,8 @@ class LoRA(AdapterTechnique):
         self.seed = seed
         self.start_from = start_from
         self.beside = beside
+        self.start_batches = start_batches
+        self._started = False  # the initial values have been computed from data
         self._capacity_reported = False
         self._read: list[str] = []  # names of linear layers without an adapter, whose weights other code reads
         self._fields_beside: dict[str, Any] = {}  # the arguments of the adapters in ``beside``, by name
@@ -192,7 +207,7 @@ class LoRA(AdapterTechnique):
             elif name not in ("targets", "modules_to_save", "trainable_token_indices") and given != value:
                 raise refusal("LoRA", name, f"{value!r}, as in start_from, or left out", given)
         # These adapters depend on the base's weights, so that the technique must run after the weights are loaded.
-        if self.variant in ("dora", "pissa") or not all(map(is_added, tensors)):
+        if self.variant in ("dora", *FROM_WEIGHT) or not all(map(is_added, tensors)):
             self.traits = self.traits - {Trait.READS_NO_WEIGHTS}
 
     def arguments(self) -> dict[str, Any]:
@@ -282,6 +297,11 @@ class LoRA(AdapterTechnique):
 
     def check(self, trainer: Any, module: nn.Module) -> None:
         traits = traits_of(trainer.strategy)
+        if self.variant in FROM_DATA and not traits.replicates and trainer.world_size > 1:
+            raise ConflictError(
+                f"LoRA: variant={self.variant!r} computes initial values from whole weights and gradients, which "
+                f"{traits.name} shards. Use another variant, or strategy='ddp'"
+            )
         if self.rates and traits.flattens:
             raise ConflictError(
                 f"LoRA: rates={self.rates} needs parameter groups, and the optimizer of {traits.name} steps other "
@@ -323,6 +343,60 @@ class LoRA(AdapterTechnique):
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
         stretch_steps(optimizer, self.lr_ratio, stepped)
         return dataclasses.replace(report, summary=f"{report.summary}; B learns at {self.lr_ratio:g} times the rate")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        # A plan, which sets ``worst_case``, has no data to start from.
+        if self.variant in FROM_DATA and not self._started and not self.worst_case and self.start_from is None:
+            from lit_efficient.mechanisms.trials.steps import schedule  # only a start from data runs trial steps
+
+            schedule(trainer, lambda _: None, partial(self._start, trainer), order=1)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.variant in FROM_DATA:
+            from lit_efficient.mechanisms.trials.steps import unschedule
+
+            unschedule(trainer)
+        super().teardown(trainer, pl_module, stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"started": self._started}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._started = state_dict["started"]
+
+    def _start(self, trainer: Trainer) -> None:
+        """Compute the initial values of the adapters from batches of the training data, and undo all else."""
+        from lit_efficient.mechanisms.trials.steps import Trials, repeated_batches
+
+        layers = {name: part for name, part in trainer.lightning_module.named_modules() if isinstance(part, LowRank)}
+        statistics = Statistics(layers, self.variant)
+        trials = Trials(trainer)
+        # The accumulation is longer than the trial, so that the optimizer does not step. Compiled code would keep the
+        # hooks.
+        with (
+            repeated_batches(trainer, "LoRA") as batches,
+            trials.trial(self.start_batches + 1, alone=False),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            for _ in range(self.start_batches):
+                trials.train(lambda: statistics.with_mask_of(next(batches)))
+        trials.finish()
+        statistics.stop()
+        for name, layer in layers.items():
+            if name not in statistics.sums:
+                raise ConfigurationError(
+                    f"LoRA: variant={self.variant!r} starts from inputs and gradients, but {name!r} had none in "
+                    f"{self.start_batches} batches. Leave the layer out of targets, or use another variant"
+                )
+            device = layer.lora_A.device
+            total = trainer.strategy.reduce(statistics.sums.pop(name).to(device), reduce_op="sum")
+            samples = trainer.strategy.reduce(statistics.samples[name].to(device), reduce_op="sum")
+            start_from_data(layer, total, samples)
+        self._started = True
+        rank_zero_info(
+            f"LoRA: the adapters of {len(layers)} layers start from {self.start_batches} batches ({self.variant})"
+        )
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """At the first batch, report whether the rank is large enough for the tokens of the run, an epoch's at most."""
@@ -392,7 +466,7 @@ class LoRA(AdapterTechnique):
                 raise _adapted_twice(name)
             if weight.device.type == "meta" and not waits:
                 raise ConfigurationError(f"LoRA: {name!r} is on the meta device. Load the base's weights first")
-            if kind_of(layer) == "embedding" and self.variant in ("dora", "pissa"):
+            if kind_of(layer) == "embedding" and self.variant not in ("lora", "rslora"):
                 raise ConfigurationError(
                     f"LoRA: variant={self.variant!r} is for matrix products, but {name!r} is an embedding. Use "
                     "variant lora or rslora, or leave the embedding out of targets"
@@ -407,8 +481,15 @@ class LoRA(AdapterTechnique):
                 limit = min(layer.in_features, layer.out_features)
             else:
                 limit = min(len(weight), weight[0].numel())
-            if self.variant == "pissa" and self.rank > limit:
-                raise refusal("LoRA", "rank", f"at most {limit} for pissa on {name!r}", self.rank)
+            if self.variant in FROM_DATA and kind_of(layer) == "conv2d":
+                raise ConfigurationError(
+                    f"LoRA: variant={self.variant!r} starts from inputs of linear layers, but {name!r} is a "
+                    "convolution. Use variant lora or pissa, or leave the layer out of targets"
+                )
+            if self.variant == "lora_ga":  # A and B take different singular vectors
+                limit //= 2
+            if self.variant in (*FROM_WEIGHT, *FROM_DATA) and self.rank > limit:
+                raise refusal("LoRA", "rank", f"at most {limit} for {self.variant} on {name!r}", self.rank)
 
     def _report(self, module: nn.Module, names: tuple[str, ...]) -> Report:
         trained = {id(p): p for p in module.parameters() if p.requires_grad}.values()

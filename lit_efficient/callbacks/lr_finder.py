@@ -20,7 +20,6 @@ that LambdaLR, one-cycle and plateau schedules also use the suggested rate. The 
 back from the optimizer, because a module may set its own.
 """
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -32,7 +31,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lit_efficient.application.loss import LossHooks
 from lit_efficient.application.settings import ReadBack, who_sets
@@ -46,12 +44,9 @@ from lit_efficient.errors import (
     check_number,
     is_out_of_memory,
 )
-from lit_efficient.internals.lightning_data import combined_loader
 from lit_efficient.internals.lightning_strategies import traits_of
-from lit_efficient.internals.torch_loaders import copied
 from lit_efficient.mechanisms.trials.batch_size import set_at
 from lit_efficient.mechanisms.trials.memory import release_frames
-from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.mechanisms.trials.rate_range import (
     RECENT,
     Losses,
@@ -66,7 +61,7 @@ from lit_efficient.mechanisms.trials.rate_range import (
     set_rate,
     suggest_lr,
 )
-from lit_efficient.mechanisms.trials.steps import Trials, schedule, unschedule
+from lit_efficient.mechanisms.trials.steps import Trials, repeated_batches, schedule, unschedule
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
@@ -163,7 +158,9 @@ class LRFinder(Technique):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        schedule(trainer, lambda _: None, partial(self._test, trainer), order=1)  # after the batch size is found
+        schedule(
+            trainer, lambda _: None, partial(self._test, trainer), order=2
+        )  # after batch size and adapters are found
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         unschedule(trainer)
@@ -302,12 +299,10 @@ def _run(
     """
     losses: list[float | None] = []
     accumulate = trainer.accumulate_grad_batches
-    batches = _batches(trainer)
-    generators = [(generator, generator.get_state()) for generator in live_generators(combined_loader(trainer))]
     optimizer = trainer.optimizers[0]
     used: list[float] = []  # rate of the first group in the optimizer's step
     hook = optimizer.register_step_post_hook(lambda one, *_: used.append(float(one.param_groups[0]["lr"])))
-    with trials.trial(accumulate, alone=False):
+    with repeated_batches(trainer, "LRFinder") as batches, trials.trial(accumulate, alone=False):
         trainer.strategy.lr_scheduler_configs = []
         # Ratio of each group's rate to the first group's, from full rates: a warm-up may have set all of them to 0.
         shares = [_full_rate(group) / reference for group in optimizer.param_groups]
@@ -329,8 +324,6 @@ def _run(
             if losses[-RECENT:] == [None] * RECENT or grows(losses, untrained, finder.early_stop_threshold):
                 break
     hook.remove()
-    for generator, state in generators:
-        generator.set_state(state)
     return losses
 
 
@@ -400,18 +393,3 @@ class _Losses(Callback):
 def _full_rate(group: dict[str, Any]) -> float:
     """Return the full rate of a group, by which its schedule multiplies; ``lr`` may include a warm-up factor."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
-
-
-def _batches(trainer: Any) -> Iterator[Any]:
-    """Yield training batches endlessly, from copies of the loaders, so that the run's own loaders do not advance."""
-    combined = combined_loader(trainer)
-    while True:
-        copies = copy.copy(combined)
-        copies.flattened = [copied(x) if isinstance(x, DataLoader) else copy.copy(x) for x in combined.flattened]
-        copies.limits = None
-        empty = True
-        for batch, _, _ in copies:
-            empty = False
-            yield batch
-        if empty:
-            raise ConfigurationError("LRFinder: the training loader yields no batches, so that no rate can be tested")

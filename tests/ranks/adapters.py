@@ -126,3 +126,19 @@ def resumed_from_adapters_alone() -> None:
         fit(lora, Small, 2, ckpt_path="lora.ckpt")
     with pytest.raises(ConflictError, match="format='int8' cannot be sharded"):
         fit(lambda: [QuantizeBase("int8"), *lora()], Small, 1)
+
+
+def started(variant: str) -> None:
+    """Save the adapters of a run after a step with a rate of 0, which therefore are as they start."""
+
+    class Still(Toy):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.0)
+
+    torch.manual_seed(0)
+    run = trainer([LoRA(rank=2, variant=variant, start_batches=2)], devices=2, strategy="ddp", max_steps=1)
+    run.fit(module := Still(), data(16))
+    first, second = weights_of_all(module)
+    assert_equal(first, second)
+    if run.is_global_zero:
+        torch.save(first, "started.pt")

@@ -1,18 +1,20 @@
 """Low-rank adapters of frozen weights: the formulas, and the layers that use them.
 
     lora, rslora   y = W x + s B A x,                        s = alpha / r, or alpha / sqrt(r) for rslora
-    pissa          y = W x + s (B A - B0 A0) x,              s B0 A0 = the r largest singular parts of W
+    pissa, olora, corda, lora_ga
+                   y = W x + s (B A - B0 A0) x,              A and B start as A0 and B0
+    eva            y = W x + s B A x,                        A starts with the main directions of the inputs
     dora           y = m (W + s B A) x / ||W + s B A||_row,  m starts as ||W||_row, the norm has no gradient
     qalora         y = W x + s B A P x,                      P sums x over the groups of an int4 weight, A [r, in / g]
     rounded        y = Q(W + s B A) x,                       Q rounds to the grid of an int4 weight, gradient as without
 
 ``A`` [r, in] and ``B`` [out, r] are parameters ``lora_A`` and ``lora_B`` of the layer. ``weight`` keeps its name and
-value: PiSSA subtracts the singular parts from the output instead of changing the weight. Every variant starts with
-exactly the output ``W x``. ``B A P`` is constant over each group of inputs, so QA-LoRA merges into the zero points of
-the weight, which stays in int4. ``rounded`` computes with the sum rounded to int4, so that it merges into the codes
-without a further error.
-Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732, PiSSA
-https://arxiv.org/abs/2404.02948, DoRA https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
+value: PiSSA and its kin subtract the initial product from the output instead of changing the weight. Every variant
+starts with exactly the output ``W x``. The initial values are in :mod:`lit_efficient.mechanisms.adapters.starts`.
+``B A P`` is constant over each group of inputs, so QA-LoRA merges into the zero points of the weight, which stays in
+int4. ``rounded`` computes with the sum rounded to int4, so that it merges into the codes without a further error.
+Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732, DoRA
+https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
 """
 
 import contextlib
@@ -30,10 +32,21 @@ from lit_efficient.internals.torch_shards import is_sharded, is_wrapper
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
+from lit_efficient.mechanisms.adapters.starts import (
+    FROM_DATA,
+    FROM_WEIGHT,
+    SUBTRACTED,
+    Factors,
+    context_factors,
+    gradient_factors,
+    orthonormal_factors,
+    principal_directions,
+    singular_factors,
+)
 from lit_efficient.models.networks.grouped_linear import GroupedLayer
 from lit_efficient.surgery import home_of, in_autocast_dtype, mix_in, unmixed
 
-VARIANTS = ("lora", "rslora", "dora", "pissa", "qalora", "rounded")
+VARIANTS = ("lora", "rslora", "dora", *FROM_WEIGHT, *FROM_DATA, "qalora", "rounded")
 OWN = "default"  # name of the adapter that trains, if the layer has several
 _BITS_PER_PARAMETER = 2.0
 _IGNORED_LABEL = -100
@@ -80,7 +93,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
     training: bool
     lora_A: nn.Parameter
     lora_B: nn.Parameter
-    lora_A0: Tensor  # PiSSA's initial factors
+    lora_A0: Tensor  # initial factors of the variants that subtract them
     lora_B0: Tensor
     lora_magnitude: nn.Parameter  # DoRA's m, [out]
     lora_squared: Tensor  # DoRA's ||w_i||^2, [out]
@@ -97,10 +110,10 @@ class LowRank(FollowsWeight, ReadsAdapted):
 
     @property
     def made_of_weight(self) -> tuple[str, ...]:
-        """Names of the tensors that DoRA and PiSSA initialise from the weight."""
+        """Names of the tensors that DoRA, PiSSA and OLoRA initialise from the weight."""
         if self.lora_variant == "dora":
             return ("lora_A", "lora_B", "lora_magnitude", "lora_squared")
-        if self.lora_variant == "pissa":
+        if self.lora_variant in FROM_WEIGHT:
             return ("lora_A", "lora_B", "lora_A0", "lora_B0")
         return ()
 
@@ -123,13 +136,13 @@ class LowRank(FollowsWeight, ReadsAdapted):
             h = F.dropout(x, self.lora_dropout, self.training)
         if self.lora_mix is not None:
             return self._plus_mixed(y, x, h)
-        if self.lora_variant not in ("dora", "pissa"):
+        if self.lora_variant != "dora" and self.lora_variant not in SUBTRACTED:
             return self._plus(y, h, *_in_bfloat16(h, self.lora_A, self.lora_B))
         delta = self._low_rank(h, self.lora_A, self.lora_B)
-        if self.lora_variant == "pissa":
+        if self.lora_variant in SUBTRACTED:
             delta = delta - self._low_rank(h, self.lora_A0, self.lora_B0)
         delta = (self.lora_scale * delta).to(y.dtype)
-        if self.lora_variant == "pissa":
+        if self.lora_variant in SUBTRACTED:
             return y + delta
         # The norm is a constant for the gradient, which saves the memory of its graph (section 4.3 of the DoRA paper).
         with torch.no_grad():
@@ -218,7 +231,7 @@ def _in_bfloat16(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 class _LowRankLinear(LowRank):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return ``W x + s B A x``."""
-        plain = self.lora_variant in ("lora", "rslora") and self.lora_mix is None and not args and not kwargs
+        plain = self.lora_variant in ("lora", "rslora", "eva") and self.lora_mix is None and not args and not kwargs
         if not plain or self.lora_inside or getattr(self, "rounds_sum", False) or self.adapter_off:
             return super().forward(x, *args, **kwargs)
         layer: Any = self
@@ -417,9 +430,9 @@ def merged_matrix(weight: Tensor, added: Mapping[str, Tensor], scale: float) -> 
 
     Args:
         weight: The frozen weight, [out, in].
-        added: The adapter's tensors: ``lora_A`` and ``lora_B``, and also ``lora_A0`` and ``lora_B0`` (PiSSA) or
-            ``lora_magnitude`` (DoRA). If ``lora_A`` has fewer columns than the weight (QA-LoRA), each column belongs to
-            a group of inputs.
+        added: The adapter's tensors: ``lora_A`` and ``lora_B``, and also ``lora_A0`` and ``lora_B0`` (if the initial
+            product is subtracted) or ``lora_magnitude`` (DoRA). If ``lora_A`` has fewer columns than the weight
+            (QA-LoRA), each column belongs to a group of inputs.
         scale: ``s``.
     """
     wide = torch.promote_types(added["lora_A"].dtype, torch.float32)
@@ -468,8 +481,8 @@ def add_low_rank(
             same values.
         rank: ``r``.
         alpha: Numerator of the scale.
-        variant: ``lora``, ``rslora``, ``dora``, ``pissa``, ``qalora`` or ``rounded``. Embeddings support the first two.
-            The last two require an int4 layer.
+        variant: One of :data:`VARIANTS`. Embeddings support ``lora`` and ``rslora``. ``qalora`` and ``rounded`` require
+            an int4 layer.
         dropout: Probability of dropout on the adapter's input.
         seed: Seed of the initial values.
     """
@@ -497,7 +510,7 @@ def add_low_rank(
     device = home_of(weight)
     module.lora_A = nn.Parameter(torch.empty(shape_a, dtype=dtype, device=device))
     module.lora_B = nn.Parameter(torch.empty(shape_b, dtype=dtype, device=device))
-    if variant == "pissa":
+    if variant in SUBTRACTED:
         module.register_buffer("lora_A0", torch.empty_like(module.lora_A.data))
         module.register_buffer("lora_B0", torch.empty_like(module.lora_B.data))
     if variant == "dora":
@@ -512,7 +525,7 @@ def add_low_rank(
         lora_dropout=dropout,
         lora_draw=f"{seed}/{name}",
     )
-    # DoRA and PiSSA need the values of the weight. If it is still on the meta device, they start when it is read.
+    # DoRA, PiSSA and OLoRA need the weight's values. If it is still on the meta device, they start when it is read.
     if not (weight.is_meta and module.made_of_weight):
         reset_low_rank(module)
 
@@ -528,13 +541,9 @@ def reset_low_rank(module: Any) -> None:
         a.zero_()
         b.copy_(torch.randn(b.shape, generator=generator, device="cpu", dtype=torch.float32))
     elif module.lora_variant == "pissa":
-        rank = a.shape[0]
-        u, s, vh = torch.linalg.svd(base_matrix(module).to(a.dtype), full_matrices=False)
-        root = (s[:rank] / module.lora_scale).sqrt()
-        a.copy_((root[:, None] * vh[:rank]).view_as(a))
-        b.copy_((u[:, :rank] * root).view_as(b))
-        module.lora_A0.copy_(a)
-        module.lora_B0.copy_(b)
+        start_from(module, singular_factors(base_matrix(module).to(a.dtype), len(a), module.lora_scale))
+    elif module.lora_variant == "olora":
+        start_from(module, orthonormal_factors(base_matrix(module).to(a.dtype), len(a)))
     else:
         # Kaiming initialisation with a = sqrt(5), as in the paper's code.
         inputs = a[0].numel()
@@ -543,9 +552,45 @@ def reset_low_rank(module: Any) -> None:
         bound = 1 / math.sqrt(inputs)
         a.copy_((torch.rand(a.shape, generator=generator, device="cpu", dtype=torch.float32) * 2 - 1) * bound)
         b.zero_()
+        if module.lora_variant in SUBTRACTED:  # until the data is seen
+            start_from(module, (a, b))
     if module.lora_variant == "dora":
         refresh_squared(module)
         module.lora_magnitude.copy_(module.lora_squared.sqrt())
+
+
+@torch.no_grad()
+def start_from(module: Any, factors: Factors) -> None:
+    """Set the initial factors of an adapter. The layer's output stays that of the weight alone.
+
+    Args:
+        module: The adapted layer.
+        factors: A [r, in] and B [out, r], flattened. B must be zero for variants that subtract nothing.
+    """
+    a, b = factors
+    module.lora_A.copy_(a.view_as(module.lora_A))
+    module.lora_B.copy_(b.view_as(module.lora_B))
+    if module.lora_variant in SUBTRACTED:
+        module.lora_A0.copy_(module.lora_A)
+        module.lora_B0.copy_(module.lora_B)
+
+
+@torch.no_grad()
+def start_from_data(module: Any, total: Tensor, samples: Tensor) -> None:
+    """Set the initial factors of an adapter of variant ``eva``, ``corda`` or ``lora_ga`` from sums over batches.
+
+    Args:
+        module: The adapted layer.
+        total: The layer's sum in :class:`~lit_efficient.mechanisms.adapters.starts.Statistics`.
+        samples: The number of samples in it.
+    """
+    rank = len(module.lora_A)
+    if module.lora_variant == "eva":
+        start_from(module, (principal_directions(total, rank), torch.zeros_like(module.lora_B)))
+    elif module.lora_variant == "corda":
+        start_from(module, context_factors(base_matrix(module).float(), total / samples, rank, module.lora_scale))
+    else:
+        start_from(module, gradient_factors(total, rank))
 
 
 @torch.no_grad()

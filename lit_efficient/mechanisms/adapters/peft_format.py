@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import Fields
+from lit_efficient.mechanisms.adapters.starts import SUBTRACTED
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS
 from lit_efficient.surgery import memory_of
 
@@ -117,7 +118,7 @@ def _saved_module(name: str, where: Mapping[str, object], arguments: Fields) -> 
 
 
 def _config(where: Fields, arguments: Fields, saved: list[str]) -> dict[str, Any]:
-    doubled = 2 if arguments["variant"] == "pissa" else 1
+    doubled = 2 if arguments["variant"] in SUBTRACTED else 1
     targets, parameters = _split(where)
     if parameters and arguments["variant"] == "dora":
         raise ConfigurationError(

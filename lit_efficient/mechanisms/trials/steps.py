@@ -9,6 +9,7 @@ callbacks. Objects that would leave traces outside the process are disabled: log
 writers of files.
 """
 
+import copy
 import logging
 import tempfile
 import warnings
@@ -22,9 +23,10 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import distributed
+from torch.utils.data import DataLoader
 
-from lit_efficient.errors import OutOfMemoryError, is_out_of_memory
-from lit_efficient.internals.lightning_data import validate_on
+from lit_efficient.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory
+from lit_efficient.internals.lightning_data import combined_loader, validate_on
 from lit_efficient.internals.lightning_loops import forget_restart
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import (
@@ -33,9 +35,11 @@ from lit_efficient.internals.lightning_trainer import (
     logger_connector,
     set_default_root_dir,
 )
+from lit_efficient.internals.torch_loaders import copied
 from lit_efficient.internals.wraps import does_nothing, unwrap_method, wrap_method
 from lit_efficient.mechanisms.rewind import Rewind, random_states
 from lit_efficient.mechanisms.trials.memory import collected, release_frames
+from lit_efficient.mechanisms.trials.probes import live_generators
 from lit_efficient.surgery import reshard
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait, has_trait
@@ -168,6 +172,39 @@ class Trials:
     def _hook(self, name: str) -> None:
         call_callbacks(self.trainer, name)
         call_module(self.trainer, name)
+
+
+@contextmanager
+def repeated_batches(trainer: Any, who: str) -> Iterator[Iterator[Any]]:
+    """Context with an endless iterator of training batches that leaves the run's own loaders as they are.
+
+    Args:
+        trainer: The trainer.
+        who: Name of the technique for the message.
+
+    Raises:
+        ConfigurationError: If the training loader yields no batches.
+    """
+    generators = [(generator, generator.get_state()) for generator in live_generators(combined_loader(trainer))]
+    try:
+        yield _repeated(trainer, who)
+    finally:
+        for generator, state in generators:
+            generator.set_state(state)
+
+
+def _repeated(trainer: Any, who: str) -> Iterator[Any]:
+    combined = combined_loader(trainer)
+    while True:
+        copies = copy.copy(combined)
+        copies.flattened = [copied(x) if isinstance(x, DataLoader) else copy.copy(x) for x in combined.flattened]
+        copies.limits = None
+        empty = True
+        for batch, _, _ in copies:
+            empty = False
+            yield batch
+        if empty:
+            raise ConfigurationError(f"{who}: the training loader yields no batches")
 
 
 def leaves_traces(callback: object) -> bool:
