@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_modules import FollowsWeight, padded
 from lit_efficient.internals.torch_shards import is_sharded, is_wrapper
+from lit_efficient.mechanisms.adapters import low_rank_product as products
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
@@ -239,23 +240,20 @@ class _LowRankLinear(LowRank):
         known = own.forward is nn.Linear.forward or is_quantized(layer)
         if known and getattr(self, "quant_format", None) != "int8":  # whose output has the dtype of its input
             x = in_autocast_dtype(x)  # once for both products
-        # Imported here because only layers that compute need it.
-        from lit_efficient.mechanisms.adapters import low_rank_product as steps
-
-        if not steps.is_differentiated_here(x, self.lora_A):
+        if not products.is_differentiated_here(x, self.lora_A):
             return super().forward(x)
-        a, b = steps.rounded(x.dtype, self.lora_A, self.lora_B)
+        a, b = products.rounded(x.dtype, self.lora_A, self.lora_B)
         if self.lora_dropout and self.training:
-            _, inner = steps.inner_product(F.dropout(x, self.lora_dropout), self.lora_A, a, known)
+            _, inner = products.inner_product(F.dropout(x, self.lora_dropout), self.lora_A, a, known)
         else:
-            x, inner = steps.inner_product(x, self.lora_A, a, known)
+            x, inner = products.inner_product(x, self.lora_A, a, known)
         y: Any = super(LowRank, self).forward(x)  # type: ignore[misc]
         if not isinstance(y, Tensor):
             self.lora_inside = True
             return self._read_sum(x)
         if is_wrapper(y) or is_sharded(y) or y.dtype != inner.dtype:
             return y + (self.lora_scale * F.linear(inner, self.lora_B.to(inner.dtype))).to(y.dtype)
-        return steps.add_outer_product(y, inner, self.lora_B, b, self.lora_scale, known)
+        return products.add_outer_product(y, inner, self.lora_B, b, self.lora_scale, known)
 
     def _plus(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return ``y + s B A x``. The product with ``B`` scales and adds, without a pass over tensors as large as y."""

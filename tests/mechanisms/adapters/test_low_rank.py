@@ -23,6 +23,7 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     dora_norm,
     merged_matrix,
 )
+from lit_efficient.mechanisms.adapters.starts import FROM_WEIGHT
 from lit_efficient.mechanisms.adapters.targets import find_targets
 from lit_efficient.mechanisms.trials.memory import AllocationMeter, SavedTensors
 
@@ -108,11 +109,11 @@ def test_equals_peft_in_outputs_and_gradients(variant: str) -> None:
     base.load_state_dict({key: layer.state_dict()[key] for key in ("weight", "bias")})
     config = peft.LoraConfig(
         r=3, lora_alpha=6, target_modules=["0"], use_dora=variant == "dora", use_rslora=variant == "rslora",
-        init_lora_weights="pissa" if variant == "pissa" else True,
+        init_lora_weights=variant if variant in FROM_WEIGHT else True,
     )  # fmt: skip
     theirs = peft.inject_adapter_in_model(config, nn.Sequential(base))[0]
     with torch.no_grad():
-        if variant == "pissa":  # signs of singular vectors are arbitrary: compare what they start with
+        if variant in FROM_WEIGHT:  # signs of singular vectors are arbitrary: compare what they start with
             start = theirs.scaling["default"] * theirs.lora_B["default"].weight @ theirs.lora_A["default"].weight
             torch.testing.assert_close(start, layer.lora_scale * layer.lora_B0 @ layer.lora_A0, rtol=1e-4, atol=1e-5)
         theirs.lora_A["default"].weight.copy_(layer.lora_A)
