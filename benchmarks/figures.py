@@ -7,7 +7,8 @@
 A record holds figures, their unit, the command that measured them, the date, the number of threads, and the
 environment (versions and machine). A document includes the figures in three ways:
 
-- ``<!-- figures: TABLE -->...<!-- /figures -->`` in Markdown encloses a table of all records that name this table;
+- ``<!-- figures: TABLE -->...<!-- /figures -->`` in Markdown encloses a table of all records that name this table. A
+  record names one ``table`` with its ``cells``, and further tables with their cells in ``also``;
 - ``<!-- figure: ID -->...<!-- /figure -->`` encloses the ``text`` of one record;
 - ``stands_in`` of a record maps other files (configs, docstrings) to a sentence with figures. Line breaks in the file
   do not matter.
@@ -48,8 +49,11 @@ def filled(record: dict, template: str) -> str:
 def table(name: str, folder: Path) -> str:
     """Return a table in Markdown. Links relative to the repository's root become relative to ``folder``."""
     columns = SOURCE["tables"][name]
-    records = [record for record in RECORDS.values() if record.get("table") == name]
-    rows = [[filled(record, cell) for cell in record["cells"]] for record in records]
+    rows = []
+    for record in RECORDS.values():
+        cells = record["cells"] if record.get("table") == name else record.get("also", {}).get(name)
+        if cells:
+            rows.append([filled(record, cell) for cell in cells])
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
     to_root = os.path.relpath(ROOT, folder)
     prefix = "" if to_root == "." else f"{Path(to_root).as_posix()}/"
@@ -137,12 +141,12 @@ def of_cards() -> dict[str, str]:
 
 
 def unrecorded(text: str) -> list[str]:
-    """Return the figures with a unit in Markdown outside markers, code and the table of techniques.
+    """Return the figures with a unit in Markdown outside markers, code and generated tables.
 
     Enclose numbers that are not measurements (a setting, a figure of a paper) in ``<!-- given -->`` and
     ``<!-- /given -->`` to exclude them.
     """
-    text = re.sub(r"<!-- (given|techniques).*?<!-- /\1 -->", "", _BLOCK.sub("", text), flags=re.DOTALL)
+    text = re.sub(r"<!-- (given|techniques|hardware).*?<!-- /\1 -->", "", _BLOCK.sub("", text), flags=re.DOTALL)
     return _FIGURE.findall(re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL))
 
 

@@ -98,7 +98,7 @@ def main() -> int:
     for page, text in assembled():
         (source / page).parent.mkdir(parents=True, exist_ok=True)
         (source / page).write_text(text, encoding="utf-8")
-    for path in (*(ROOT / "docs").glob("*.png"), ROOT / "docs" / "conf.py"):
+    for path in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg"), ROOT / "docs" / "conf.py"):
         shutil.copy(path, source)
     shutil.copytree(ROOT / "docs" / "static", source / "static")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]

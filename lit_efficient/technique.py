@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_efficient.application import apply, check_run, install, uninstall
+from lit_efficient.application import check_run, install, transform_by, uninstall
 from lit_efficient.application.ledger import log_reports, reports_of, session_of
 from lit_efficient.declaration import Declaration, in_order, overrides, techniques_of
 from lit_efficient.errors import diagnostic
@@ -96,7 +96,7 @@ class PrecisionTechnique(Declaration, Precision, StandalonePrecision):
         if not any(isinstance(one, AppliesTechniques) for one in trainer.callbacks):
             trainer.callbacks.insert(0, AppliesTechniques())
             install(trainer, module)
-            apply(module, techniques_of(trainer))
+            transform_by(module, techniques_of(trainer))
         return super().convert_module(module)
 
 

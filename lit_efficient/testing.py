@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_efficient.application import apply
+from lit_efficient.application import transform_by
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.application.ledger import ledger, reports_of
 from lit_efficient.declaration import Report, parts_of, techniques_of
@@ -416,7 +416,7 @@ def check_acts(case: Case) -> None:
     """Check that it acts wherever the network is built, reports, loads base checkpoints, and saves without effects."""
     plain = case.plain()["weights"]
     state = torch.get_rng_state()
-    apply(case.toy("init"), case.make())
+    transform_by(case.toy("init"), case.make())
     assert torch.equal(state, torch.get_rng_state()), "transform draws from torch's generator: use one of its own"
     runs = {where: case.fit(case.make(), case.toy(where), saves=where == "setup") for where in _WHERE}
     for where, run in runs.items():

@@ -1,6 +1,7 @@
 """What is written from the sources and lies beside them: ``python -m tests.generated`` writes it again.
 
-With the word ``families`` it also tries the families of language models again, which takes minutes, for
+The README gets the table of models that fit on a card, and the families of docs/families.md in groups. With the word
+``families`` the command also tries the families of language models again, which takes minutes, for
 docs/families.md.
 """
 
@@ -10,9 +11,13 @@ from pathlib import Path
 from lit_efficient import PUBLIC
 from lit_efficient.catalog import PACKAGE, read_cards
 from lit_efficient.commands.techniques import markdown
+from lit_efficient.files.recipes import fitting
 
 STUB = PACKAGE / "__init__.pyi"  # what type checkers and editors read
 DOCUMENT = PACKAGE.parent / "docs" / "techniques.md"
+README = PACKAGE.parent / "README.md"
+MEMORIES = (8, 16, 24, 80)  # GB
+METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "LoRA on a base in 4 bits"}
 BEGIN, END = "techniques --markdown -->\n", "<!-- /techniques -->"
 
 
@@ -29,8 +34,45 @@ def document() -> str:
     return f"{before}{BEGIN}{table}\n{END}{rest.split(END)[1]}"
 
 
+def hardware() -> list[str]:
+    """Return the rows of the table of cards: the largest planned model that fits, by method and memory."""
+    lines = []
+    for method, title in METHODS.items():
+        cells = []
+        for memory in MEMORIES:
+            recipes = [recipe for recipe in fitting(memory * 10**9) if recipe.method == method]
+            best = max(recipes, key=lambda recipe: recipe.peak)
+            cells.append(f"{best.model.rpartition('/')[2]} ({best.peak / 1e9:.1f} GB)")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    head = ["|  |" + "".join(f" {memory} GB |" for memory in MEMORIES), "| --- |" + " --- |" * len(MEMORIES)]
+    return [*head, *lines]
+
+
+def groups() -> list[str]:
+    """Return the rows of docs/families.md with equal answers as one row."""
+    page = (PACKAGE.parent / "docs" / "families.md").read_text("utf-8")
+    table = page.partition("<!-- families -->\n")[2].partition("\n\n")[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in table]
+    answers: dict[tuple[str, ...], list[str]] = {}
+    for name, *found in rows[2:]:
+        answers.setdefault(tuple(found), []).append(name.partition(" (`")[0])
+    ordered = sorted(answers, key=lambda found: found.count("refused"))
+    lines = ["| Families | " + " | ".join(rows[0][1:]) + " |", "| --- |" + " --- |" * len(rows[0][1:])]
+    return lines + [f"| {'; '.join(answers[found])} | {' | '.join(found)} |" for found in ordered]
+
+
+def readme() -> str:
+    """Return the README with its two generated tables."""
+    text = README.read_text("utf-8")
+    for name, lines in (("hardware", hardware()), ("families", groups())):
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, rest = text.split(begin)
+        text = before + begin + "\n".join([*lines, ""]) + end + rest.split(end, 1)[1]
+    return text
+
+
 def written() -> dict[Path, str]:
-    return {STUB: stub(), DOCUMENT: document()}
+    return {STUB: stub(), DOCUMENT: document(), README: readme()}
 
 
 if __name__ == "__main__":

@@ -332,6 +332,7 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
         "generation",
         "policy_beside_trl",
         "policy_arithmetic",
+        "savings",
         "tokenising",
     }  # Run on CPUs.
     benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - no_benchmarks

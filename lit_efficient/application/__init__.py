@@ -78,7 +78,8 @@ def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) ->
         The reports of all transforms that the module has undergone, by the technique's name.
 
     Raises:
-        ConfigurationError: If a technique matches nothing, was applied before with other arguments, or comes too late.
+        ConfigurationError: If a technique transforms no network, matches nothing, was applied before with other
+            arguments, or comes too late.
     """
     if isinstance(techniques, Declaration):
         given = [techniques]
@@ -87,8 +88,19 @@ def apply(module: nn.Module, techniques: Declaration | Iterable[Declaration]) ->
     wrong = [one for one in (module, *given) if not isinstance(one, nn.Module | Declaration)]
     if wrong:
         raise refusal("apply", "module and techniques", "instances, as MyModule() and LoRA()", wrong)
+    idle = [type(technique).__name__ for technique in given if not overrides(technique, "transform")]
+    if idle:
+        raise ConfigurationError(
+            f"apply(module, techniques): {', '.join(idle)} would change nothing, because it acts during training and "
+            "not on the network: pass it to a Trainer (callbacks, plugins or strategy)"
+        )
+    return transform_by(module, given)
+
+
+def transform_by(module: nn.Module, techniques: Iterable[Declaration]) -> dict[str, Report]:
+    """Transform ``module`` by those of a run's techniques that change the network (:func:`apply`)."""
     done = start_ledger(module)
-    acting = in_order(technique for technique in given if overrides(technique, "transform"))
+    acting = in_order(technique for technique in techniques if overrides(technique, "transform"))
     _check_initialised(module, acting)
     for technique in acting:
         record = technique.record()
@@ -267,7 +279,7 @@ def _configure_model(self: LightningModule) -> None:
     _check_initialised(self, in_order(acting))
     before = modules_of(self)
     kind = type(self)
-    apply(self, techniques)
+    transform_by(self, techniques)
     changed = [type(one).__name__ for one in in_order(techniques) if overrides(one, "transform")]
     if changed:
         check_held(self.trainer, self, kind, before, "/".join(changed))

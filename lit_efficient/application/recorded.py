@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import lit_efficient
-from lit_efficient.application import apply
+from lit_efficient.application import transform_by
 from lit_efficient.application.checkpoints import CheckpointHooks, check_checkpoint
 from lit_efficient.application.ledger import ledger
 from lit_efficient.declaration import Declaration, defines, in_order, overrides, techniques_of
@@ -50,7 +50,7 @@ def replay(module: nn.Module, checkpoint: Mapping[str, object]) -> None:
         ConfigurationError: If the checkpoint names an unknown technique.
     """
     techniques = module.__dict__.pop(_RECORDED, None)  # those that :func:`on_read` asked
-    apply(module, _recorded(checkpoint) if techniques is None else techniques)
+    transform_by(module, _recorded(checkpoint) if techniques is None else techniques)
     check_checkpoint(module, checkpoint)
 
 

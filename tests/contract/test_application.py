@@ -357,6 +357,13 @@ def test_other_arguments_or_a_late_earlier_phase_are_refused_by_name() -> None:
         fit(module, [Widen(1.0), Early()])
 
 
+def test_apply_refuses_what_changes_no_network() -> None:
+    network = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(ConfigurationError, match=r"^apply\(module, techniques\): EMA would change nothing, because it"):
+        apply(network, [LoRA(rank=2, targets=["0"]), EMA()])
+    assert [name for name, _ in network.named_parameters()] == ["0.weight", "0.bias"]
+
+
 def test_what_serves_training_alone_is_not_rebuilt(tmp_path: Path) -> None:
     class Passing(Early):
         traits = frozenset({Trait.TRAINING_ONLY})

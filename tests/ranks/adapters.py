@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lit_efficient import LoRA, PeftAdapter, PrefixTuning, QuantizeBase
-from lit_efficient.application import apply
+from lit_efficient.application import transform_by
 from lit_efficient.distributed.shards import checkpoint_keys
 from lit_efficient.errors import CheckpointError, ConflictError
 from tests.ranks.toys import Small, shard, sharding, weights_of_all, whole
@@ -34,7 +34,7 @@ class Adapted(Toy):
         with torch.no_grad():
             for p in self.net.parameters():
                 p.mul_(self.factor)
-        apply(self, self.make())
+        transform_by(self, self.make())
         shard(self, (self.net.gpt if self.network is AttentionNet else self.net).blocks)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lit_efficient
 from lit_efficient import ActivationCheckpointing, LoRA
-from lit_efficient.application import apply
+from lit_efficient.application import transform_by
 from tests.ranks.toys import Small, shard, sharding
 from tests.support import Toy, assert_equal, data, trainer
 
@@ -48,7 +48,7 @@ class Watched(Toy):
             return
         super().configure_model()
         if self.make is not None:  # surgery first, shards after it
-            apply(self, self.make())
+            transform_by(self, self.make())
         if self.shards:
             shard(self, self.net.blocks)
 

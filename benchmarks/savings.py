@@ -1,0 +1,90 @@
+"""Draw what techniques save on a small GPT, from records/figures.json, into docs/savings.svg.
+
+    python -m benchmarks.savings
+
+The picture has a row for each technique whose record in the table ``techniques`` has a peak of memory of at most
+``LIMIT`` of the training without it: one bar for the memory, one for the time of a step.
+"""
+
+import re
+from dataclasses import dataclass
+from html import escape
+
+import lit_efficient
+from benchmarks.figures import RECORDS, ROOT
+
+FILE = ROOT / "docs" / "savings.svg"
+LIMIT = 0.9
+WIDTH, NAMES, VALUE, UNIT, ROW, TOP = 760, 178, 38, 165, 22, 84  # UNIT: the length of a bar of 1
+SAME, OTHER, TEXT, LINE = "#0072b2", "#e69f00", "#222222", "#999999"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Ratios of a training with a technique to the same training without it."""
+
+    name: str
+    memory: float
+    time: float
+    same: bool  # the result differs by the order of sums only
+
+
+def savings() -> list[Saving]:
+    """Return the techniques of the picture, the one that saves most memory first."""
+    found = []
+    for record in RECORDS.values():
+        figures = record["figures"]
+        if record.get("table") != "techniques" or "peak" not in figures:
+            continue
+        memory, time = (figures[key].split(" / ")[0] for key in ("peak", "time"))  # the GPT is the first of three
+        if "-" in (memory, time) or float(memory) > LIMIT:
+            continue
+        same = getattr(getattr(lit_efficient, record["technique"]), "computes", "other") == "same"
+        name = re.sub(r"\b(\w+) \(nf4, with LoRA\(.*", r"\1 with LoRA", record["cells"][0].replace("`", ""))
+        found.append(Saving(name.partition(" (")[0], float(memory), float(time), same))
+    return sorted(found, key=lambda one: (one.memory, one.time))
+
+
+def picture() -> str:
+    """Return the text of the picture."""
+    rows = savings()
+    height = TOP + ROW * len(rows) + 14
+    columns = {NAMES: ("memory", "Peak memory"), NAMES + VALUE + UNIT + 48: ("time", "CPU time of a step")}
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"',
+        ' font-family="Helvetica, Arial, sans-serif" font-size="13">',
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        _text(16, 22, "A small GPT with one technique, as a share of the same training without it", size=15),
+        *_legend(16, SAME, "same result"),
+        *_legend(126, OTHER, "another training: its result differs"),
+    ]
+    for left, (_, title) in columns.items():
+        lines.append(_text(left + VALUE, TOP - 12, title, weight="bold"))
+    for number, row in enumerate(rows):
+        top = TOP + ROW * number
+        lines.append(_text(NAMES - 8, top + 12, row.name, anchor="end"))
+        for left, (field, _) in columns.items():
+            value = getattr(row, field)
+            colour = SAME if row.same else OTHER
+            lines.append(_text(left + VALUE - 8, top + 12, f"{value:.2f}", anchor="end"))
+            lines.append(f'<rect x="{left + VALUE}" y="{top}" width="{value * UNIT:.1f}" height="15" fill="{colour}"/>')
+    for left in columns:  # the training without a technique
+        at = left + VALUE + UNIT
+        lines.append(f'<path d="M{at} {TOP - 6}V{TOP + ROW * len(rows)}" stroke="{LINE}" stroke-dasharray="3 3"/>')
+        lines.append(_text(at, TOP - 12, "1", anchor="middle"))
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _legend(left: int, colour: str, words: str) -> list[str]:
+    square = f'<rect x="{left}" y="35" width="12" height="12" fill="{colour}"/>'
+    return [square, _text(left + 18, 46, words)]
+
+
+def _text(x: float, y: float, words: str, size: int = 13, anchor: str = "start", weight: str = "normal") -> str:
+    style = f'fill="{TEXT}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f'<text x="{x}" y="{y}" {style}>{escape(words)}</text>'
+
+
+if __name__ == "__main__":
+    FILE.write_text(picture(), encoding="utf-8")
+    print(FILE)
