@@ -27,7 +27,7 @@ PARTS = {
     "mechanisms": "Mechanisms of several techniques",
 }
 _MENU = {
-    "Start": ["index.md", "overview.md", "techniques.md", "matrix.md", "symptoms.md"],
+    "Start": ["index.md", "overview.md", "goals.md", "techniques.md", "matrix.md", "symptoms.md"],
     "Guides": [
         "llm.md",
         "reinforcement_learning.md",
