@@ -10,10 +10,13 @@ the same number.
 """
 
 import json
+import math
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Self
@@ -51,6 +54,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Split:
+    """Choice of the rows that are held out."""
+
+    threshold: float
+    ranks: Sequence[float] = ()  # of all rows, NaN for a malformed one; empty if no row is held out
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Sources, tokenizer and settings that decide the tokens of a cache."""
 
@@ -72,8 +83,9 @@ class Recipe:
         """True if the tokenizer is trained."""
         return isinstance(self.tokenizer, int)
 
+    @cached_property
     def made_from(self) -> dict[str, Any]:
-        """Return the recipe as JSON."""
+        """The recipe as JSON."""
         settings = {
             **self.settings,
             **self.encoding,
@@ -94,23 +106,23 @@ class Recipe:
         """Return a number in [0, 1) from the content that must not occur on both sides of the split."""
         return unit_hash(json.dumps([self.seed, *row.identity], sort_keys=True, default=str))
 
-    def threshold(self) -> float:
-        """Return the threshold of the split. Rows with a lower rank are held out: at least one, and never all.
+    def split(self) -> Split:
+        """Return the split of the rows. Rows with a lower rank are held out: at least one, and never all.
 
         With a ``val_fraction`` of 0 no row is held out.
         """
         if "val" in self.sources or self.val_fraction == 0:
-            return 0.0
-        ranks = set()
+            return Split(0.0)
+        ranks = array("d")
         seen = RowCount()
         for place, row in self.reader(self.sources["train"]):
             seen.rows += 1
             if isinstance(row, MalformedRow):
                 seen.refuse(place, row)
-            else:
-                ranks.add(self.rank(row))
-        if len(ranks) < 2:
-            message = f"{len(ranks)} different rows cannot be split into training and validation"
+            ranks.append(math.nan if isinstance(row, MalformedRow) else self.rank(row))
+        different = sorted({rank for rank in ranks if not math.isnan(rank)})
+        if len(different) < 2:
+            message = f"{len(different)} different rows cannot be split into training and validation"
             if seen.malformed:  # the reason why there are so few
                 message = f"{seen.described('train')}\nThe remaining {message}"
             raise ConfigurationError(
@@ -118,13 +130,13 @@ class Recipe:
             )
         # A threshold above the lowest rank holds out at least one row, and one that does not exceed the highest rank
         # leaves at least one row for training.
-        second_lowest = sorted(ranks)[1]
-        return min(max(self.val_fraction, second_lowest), max(ranks))
+        return Split(min(max(self.val_fraction, different[1]), different[-1]), ranks)
 
-    def split_rows(self, name: str, reader: Reader, threshold: float) -> Iterator[SplitRow]:
+    def split_rows(self, name: str, reader: Reader, split: Split) -> Iterator[SplitRow]:
         """Yield the rows of the sources ``name`` with their splits. A malformed row belongs to ``name``."""
+        ranks = iter(split.ranks)
         for entry, (place, row) in reader.numbered():
-            held_out = not isinstance(row, MalformedRow) and self.rank(row) < threshold
+            held_out = next(ranks, math.nan) < split.threshold
             yield SplitRow("val" if held_out else name, entry, place, row)
 
 
@@ -140,7 +152,7 @@ def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) ->
     Returns:
         Folder with the documents of "train" and "val", the tokenizer and the manifest.
     """
-    made_from = recipe.made_from()
+    made_from = recipe.made_from
     folder = cache_folder(cache_dir, kind, made_from)
     if not folder.exists():
         # People wonder why a cache that exists is not used, so the reason is logged.
@@ -158,13 +170,13 @@ def prepare(recipe: Recipe, kind: str, cache_dir: str | None, thorough: bool) ->
 
 def _build(recipe: Recipe, target: Path) -> None:
     """Write all files of a cache into an empty folder."""
-    threshold = recipe.threshold()
+    split = recipe.split()
     tokenizer = recipe.tokenizer
     if recipe.trains:
-        tokenizer = _trained_tokenizer(recipe, threshold)
+        tokenizer = _trained_tokenizer(recipe, split)
         add_new_tokens(tokenizer, recipe.encoding["new_tokens"])
     encoder = recipe.encoder(tokenizer, **recipe.encoding)
-    about: dict[str, Any] = {"made_from": recipe.made_from(), "formats": [], "malformed": {}, "empty": {}}
+    about: dict[str, Any] = {"made_from": recipe.made_from, "formats": [], "malformed": {}, "empty": {}}
     about["end_warning"] = None
     checked = False
     texts = TextCount()
@@ -173,7 +185,7 @@ def _build(recipe: Recipe, target: Path) -> None:
             reader = recipe.reader(sources)
             about["formats"] += reader.formats
             seen = RowCount()
-            chunks = _chunks(recipe.split_rows(name, reader, threshold))
+            chunks = _chunks(recipe.split_rows(name, reader, split))
             for chunk, encoded in in_processes(encoder.encode_chunk, chunks):
                 if not checked and any(_has_messages(one.row) for one in chunk):
                     checked = True
@@ -252,12 +264,12 @@ class _SplitWriter:
         self._files.close()
 
 
-def _trained_tokenizer(recipe: Recipe, threshold: float) -> Any:
+def _trained_tokenizer(recipe: Recipe, split: Split) -> Any:
     """Train a tokenizer on the training rows."""
 
     def texts() -> Iterator[str]:
-        for split, _, _, row in recipe.split_rows("train", recipe.reader(recipe.sources["train"]), threshold):
-            if split != "train" or isinstance(row, MalformedRow):
+        for part, _, _, row in recipe.split_rows("train", recipe.reader(recipe.sources["train"]), split):
+            if part != "train" or isinstance(row, MalformedRow):
                 continue
             if any(document.ids for document in row.documents):
                 raise ConfigurationError(f"{recipe.owner}: rows of input_ids need the tokenizer that has made the ids.")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # Token of a single byte, in vocabularies of SentencePiece.
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+_NOWHERE = np.zeros(0, dtype=np.int64)
 OnUntrainedEnd = Literal["refuse", "warn", "train"]
 
 
@@ -407,18 +408,21 @@ class ChatTokens:
     def _text(self, document: Document, tokens: _Tokens, sized: bool) -> Encoded:
         """Return the tokens of a text. One that is not rendered ends with the token that ends a text."""
         ids = tokens.ids
-        sizes = self._bytes(document.text, tokens) if sized else np.zeros_like(ids)
         if not self.rendered and (not len(ids) or ids[-1] != self.tokenizer.eos_token_id):
             ids = np.append(ids, self.tokenizer.eos_token_id)
-            sizes = np.append(sizes, 0)
+        sizes = np.zeros(len(ids), dtype=np.int64)
+        if sized:
+            sizes[: len(tokens.ids)] = self._bytes(document.text, tokens)
         trained = np.ones(len(ids), dtype=bool)
+        first = 0
         if self._leaves_prompt(document):
-            trained[: _first_token(document.text, document.given, tokens)] = False
-        found = Encoded(ids, trained, sizes, is_text=True, control=self.turns.control_token_in(document.text))
+            first = _first_token(document.text, document.given, tokens)
+            trained[:first] = False
+        control = self.turns.control_token_in(document.text)
         if not self.rendered:
-            return replace(found, cuttable=bool(trained.all()))
+            return Encoded(ids, trained, sizes, cuttable=first == 0, is_text=True, control=control)
         end = self._last_control(document.text, tokens)
-        return replace(found, turns=1, ended=int(end is not None), end=end)
+        return Encoded(ids, trained, sizes, turns=1, ended=int(end is not None), is_text=True, control=control, end=end)
 
     def _last_control(self, text: str, tokens: _Tokens) -> int | None:
         """Return the special token that ends a text, with only white space after it; None if there is none."""
@@ -439,7 +443,16 @@ class ChatTokens:
         """
         if not texts:
             return []
-        found = (self._plain if plain else self.tokenizer)(
+        tokenizer = self._plain if plain else self.tokenizer
+        if plain and not with_places and _encodes_alone(tokenizer):
+            # The Rust tokenizer is a quarter faster without places.
+            backend = tokenizer.backend_tokenizer
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = True
+            encodings = backend.encode_batch_fast(texts)
+            return [_Tokens(np.array(one.ids, dtype=np.int64), _NOWHERE, _NOWHERE) for one in encodings]
+        found = tokenizer(
             texts,
             add_special_tokens=plain,
             split_special_tokens=plain,
@@ -449,8 +462,7 @@ class ChatTokens:
         )
         tokens = []
         if not with_places:
-            nowhere = np.zeros(0, dtype=np.int64)
-            return [_Tokens(np.asarray(ids, dtype=np.int64), nowhere, nowhere) for ids in found["input_ids"]]
+            return [_Tokens(np.asarray(ids, dtype=np.int64), _NOWHERE, _NOWHERE) for ids in found["input_ids"]]
         for ids, offsets in zip(found["input_ids"], found["offset_mapping"]):
             places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
             # Special tokens that a tokenizer adds have the place (0, 0). Sorted starts allow a binary search.
@@ -479,6 +491,14 @@ class ChatTokens:
         until = np.concatenate(([0], np.cumsum(lengths)))[np.maximum.accumulate(tokens.stops)]
         special = np.isin(tokens.ids, list(self.special_ids))
         return np.where(special, 0, np.diff(until, prepend=0))
+
+
+def _encodes_alone(tokenizer: Any) -> bool:
+    """Whether a tokenizer of transformers only calls its Rust tokenizer. Some classes change the texts before."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = type(tokenizer)
+    return all(getattr(own, name) is getattr(PreTrainedTokenizerFast, name) for name in ("__call__", "_encode_plus"))
 
 
 def _may_be_unknown(tokenizer: Any) -> bool:

@@ -3,6 +3,7 @@ import re
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from lit_efficient.data.text import left_out as left_out_module
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, read_row
@@ -13,7 +14,7 @@ from lit_efficient.data.text.chat_tokenizer import (
     read_template,
     train_chat_tokenizer,
 )
-from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
+from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, _encodes_alone
 from lit_efficient.data.text.left_out import occurs
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.data.text.turn_marks import place_messages
@@ -35,6 +36,7 @@ from tests.data.text.chat_kit import (
     UNENDED,
     tokenizer,
 )
+from tests.data.text.model_tokenizers import FAMILIES, make
 
 CHAT = Document(messages=tuple(TURNS))
 
@@ -357,6 +359,46 @@ def test_tokens_are_the_same_whether_or_not_their_bytes_are_wanted(train_on) -> 
         assert plain.trained.tolist() == sized.trained.tolist()
         assert (plain.cuttable, plain.control) == (sized.cuttable, sized.control)
         assert (sized.num_bytes.sum() > 0, plain.num_bytes.sum()) == (index != 3, 0)
+
+
+ODD_TEXTS = [
+    "",
+    " ",
+    "\n\n\t  x",
+    "Zwölf <|endoftext|> Äpfel </s> <s><unk>[INST]<eos>",
+    "\u200b\ufeff四 😀 e\u0301",
+    "a" * 3000,
+    "<|im_start|>user\nHi<|im_end|>\n",
+    "\x00\x7f\r\n",
+]
+
+
+@pytest.mark.parametrize("name", ["own", *list(FAMILIES)[:3], *list(FAMILIES)[-3:]])
+def test_texts_get_the_ids_of_transformers(name: str) -> None:
+    """The tokenizer is called without places, also where another caller has set it to cut and to pad."""
+    given = tokenizer(CHATML) if name == "own" else make(name)
+    encoder = ChatTokens(given)
+    documents = [Document(text=text) for text in ODD_TEXTS * 2]
+    assert _encodes_alone(given)
+    given(["a b c", "d"], truncation=True, max_length=1, padding=given.pad_token is not None)
+    found = encoder.encode(documents, [False] * len(documents))
+    for text, one in zip(ODD_TEXTS * 2, found, strict=True):
+        ids = given(text, split_special_tokens=True)["input_ids"]
+        ids += [given.eos_token_id] * (not ids or ids[-1] != given.eos_token_id)
+        assert one.ids.tolist() == ids
+        assert one.ids.dtype == np.int64
+        assert one.cuttable
+        assert one.trained.all()
+
+
+def test_a_tokenizer_that_changes_texts_is_asked() -> None:
+    class Upper(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, *args, **options):
+            return super()._encode_plus([one.upper() for one in text], *args, **options)
+
+    given = Upper(tokenizer_object=tokenizer(CHATML).backend_tokenizer, eos_token="<|endoftext|>")
+    upper, lower = ChatTokens(given).encode([Document(text="ABC"), Document(text="abc")], [False] * 2)
+    assert upper.ids.tolist() == lower.ids.tolist()
 
 
 def test_unknown_text_is_text() -> None:
