@@ -5,16 +5,19 @@
     python -m benchmarks.quality --show            print the tables of the finished runs
     python -m benchmarks.quality --record          write the tables into figures.json
 
-An arm is a technique in one of five trainings:
+An arm is a technique in one of six trainings:
 
 - ``digits``: a diffusion transformer on latents of handwritten digits,
 - ``photos``: a diffusion transformer on pixels of crops of two photographs,
 - ``python``: a GPT on Python's standard library,
+- ``autoencoder``: an autoencoder of digits with the technique, frozen, then a diffusion transformer on its latents,
 - ``few-step digits`` and ``few-step photos``: the first two, judged by samples in 1, 2, 4 and 50 steps.
 
 Each arm is first run at three learning rates with a tuning seed, then at the best rate with the other seeds.
 
 The first three trainings are scored by validation loss, two of them also by the Fréchet distance of samples (not FID).
+The fourth is scored by the distance of decoded samples alone, because losses on different latents are not comparable.
+Its rate is that of the transformer, its steps are the transformer's, and its seconds include the autoencoder's.
 The loss is that of the task, even if a technique trains on another loss. The baseline is AdamW, run with all seeds at
 all three rates. For each seed, the level is the worse of the two final values. The result is the number of steps, and
 of CPU seconds of training, after which each run first reaches the level, interpolated between evaluations. A ratio of
@@ -45,7 +48,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -56,10 +59,14 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 import lit_efficient as le
 from benchmarks import figures
 from benchmarks.clock import use_one_thread
+from lit_efficient.data import digit_images
+from lit_efficient.data.latents import stage_one
 from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, mean_of, ratio_of
 from lit_efficient.files.cache import cache_root
 from lit_efficient.losses.snr import RULES
+from lit_efficient.models.judges.conv_features import DigitFeatures
 from lit_efficient.models.libraries.latent_codec import LatentCodec
+from lit_efficient.models.networks.autoencoder import sample_posterior
 from lit_efficient.optimizers.schedules import decay_factor, warmup_cosine, warmup_factor
 
 RATES = (1e-3, 3e-3, 9e-3)
@@ -81,10 +88,19 @@ METRICS = {  # the first one of a run is tuned for
     "digits": _IMAGES,
     "photos": _IMAGES,
     "python": ("val/loss",),
+    "autoencoder": ("val/frechet_distance",),
     "few-step digits": _SAMPLED,
     "few-step photos": _SAMPLED,
 }
-STEPS = {"digits": 320, "photos": 320, "python": 240, "few-step digits": 320, "few-step photos": 320}
+STEPS = {
+    "digits": 320,
+    "photos": 320,
+    "python": 240,
+    "autoencoder": 320,
+    "few-step digits": 320,
+    "few-step photos": 320,
+}
+AUTOENCODER_STEPS = 300
 SAMPLED = ("few-step digits", "few-step photos")  # only judged by samples, after the last step
 EVALUATIONS = 8
 BASELINE = "baseline"
@@ -92,6 +108,16 @@ LONGER = "flow matching, twice the steps"
 
 OF_MANY = f"of {MANY} steps"  # rivals of samples in few steps
 OF_AS_MANY = "of as many"
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "gradient_clip_val": 1.0,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 Curve = list[tuple[int, float, float]]  # steps, seconds, metric
 Key = tuple[str, str, str, str]  # task, name of the arm, metric, and what is compared
@@ -103,9 +129,10 @@ class Arm:
     """A technique in one training.
 
     Args:
-        task: ``digits``, ``photos`` or ``python``.
+        task: Name of the training.
         name: Name of the arm in the table.
-        callbacks: Function that returns the callbacks of the trainer, the same on each call.
+        callbacks: Function that returns the callbacks of the trainer, the same on each call; in the training
+            ``autoencoder`` those of the autoencoder's trainer.
         optimizer: Function from module and learning rate to an optimizer that replaces AdamW.
         schedule: Learning-rate schedule.
         settings: Arguments of the module that differ from the baseline.
@@ -137,6 +164,8 @@ class Arm:
         parts = [made, repr(code), repr(self.settings), numbers]
         if self.task in SAMPLED:
             parts += [self.module, self.few, COUNT]
+        if self.task == "autoencoder":
+            parts += [AUTOENCODER_STEPS]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -189,14 +218,34 @@ def _layersync() -> list[Any]:
 
 
 def _self_flow(task: str) -> list[Arm]:
-    """Return Self-Flow, and the average of the weights that it needs alone."""
+    """Return Self-Flow, and its parts alone: the average of the weights, and the second time of some tokens."""
     average = partial(le.EMA, 0.99, None)
     align = partial(le.HiddenAlignment, 1, "average.3", weight=0.8, projection="mlp2")
     settings = {"timestep_sampling": le.TimestepSampling("logit_normal", second_share=0.25)}
     return [
         Arm(task, "HiddenAlignment Self-Flow", lambda: [average(), align()], settings=settings),
         Arm(task, "EMA of Self-Flow alone", lambda: [average()]),
+        Arm(task, "second time of Self-Flow alone", settings=settings),
     ]
+
+
+_JOINT = le.DiTConfig(depth=4)
+
+
+@cache
+def _other_judge() -> torch.nn.Module:
+    """Return a classifier of digits from other weights than those of the judge that scores samples."""
+    images, labels = digit_images.load_digit_images(32)
+    train, _, _ = digit_images.stratified_split(labels, digit_images.HELD_OUT, 0)
+    return stage_one.fit_classifier(DigitFeatures, images[train], labels[train], 400, seed=1)
+
+
+def _latents(**arguments: Any) -> list[Any]:
+    return [le.LatentAlignment(_other_judge(), r"body\.5", **arguments)]
+
+
+def _end_to_end() -> list[Any]:
+    return _latents(weight=1.5, loss=le.EndToEnd(_JOINT, block=2, hidden=64))
 
 
 def _everywhere(task: str) -> list[Arm]:
@@ -254,6 +303,9 @@ ARMS = [
     Arm("python", "MixtureOfDepths", lambda: [le.MixtureOfDepths(0.5)]),
     Arm("python", "NEFTune", lambda: [le.NEFTune()]),
     Arm("python", "LabelSmoothing", lambda: [le.LabelSmoothing(0.1)]),
+    Arm("autoencoder", BASELINE),
+    Arm("autoencoder", "LatentAlignment REPA-E", _end_to_end),
+    Arm("autoencoder", "LatentAlignment VF loss", _latents),
 ]
 
 
@@ -346,7 +398,56 @@ def make_python(arm: Arm, rate: float, seed: int) -> tuple[Any, Any]:
     return le.LanguageModeling(**given | dict(arm.settings)), data
 
 
+class OwnDigits(le.LatentDigits):
+    """Digits as latents of a given autoencoder."""
+
+    def __init__(self, autoencoder: Any, batch_size: int) -> None:
+        super().__init__(batch_size=batch_size)
+        self.trained = autoencoder
+
+    def setup(self, stage: str) -> None:
+        """Replace latents and codec of the parent, and keep its judge."""
+        super().setup(stage)
+        images, labels = digit_images.load_digit_images(self.image_size)
+        with torch.no_grad():
+            moments = [self.trained.encode(part) for part in images.split(256)]
+        mean, logvar = (torch.cat(part) for part in zip(*moments, strict=True))
+        train = self.train_index
+        sampled = sample_posterior(mean[train], logvar[train], torch.Generator().manual_seed(self.seed))
+        spread = sampled.std(dim=(0, 2, 3))
+        self.codec = LatentCodec(self.trained, sampled.mean(dim=(0, 2, 3)), spread)
+        mean, logvar = self.codec.normalize(mean, logvar)
+        rows = {"mean": mean, "logvar": logvar, "labels": labels, "index": torch.arange(len(labels))}
+        self.dataset = digit_images.TensorDictDataset(rows)
+
+
+def autoencoder_of(arm: Arm, seed: int) -> tuple[Any, float]:
+    """Return the arm's autoencoder of a seed, frozen, and the CPU seconds of its training. It is trained once."""
+    file = cache_root() / "quality" / f"autoencoder {arm.recipe} {seed}.pt"
+    module = le.Autoencoding()
+    if not file.exists():
+        callbacks = arm.callbacks()  # the teacher is trained here once, which no arm is charged for
+        seed_everything(seed, verbose=False)
+        watch = Watch(())
+        trainer = Trainer(max_steps=AUTOENCODER_STEPS, callbacks=[*callbacks, watch], **QUIET)
+        trainer.fit(module, datamodule=le.DigitImages())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"seconds": watch.seconds, "weights": module.autoencoder.state_dict()}, file)
+    kept = torch.load(file, weights_only=True)
+    module = le.Autoencoding()
+    module.configure_model()
+    module.autoencoder.load_state_dict(kept["weights"])
+    return module.autoencoder.eval().requires_grad_(False), kept["seconds"]
+
+
+def make_autoencoder(arm: Arm, rate: float, seed: int) -> tuple[Any, Any]:
+    """The training of digits, on the latents of the arm's own autoencoder."""
+    data = OwnDigits(autoencoder_of(arm, seed)[0], batch_size=64)
+    return make_digits(arm, rate, seed)[0], data
+
+
 MAKE = {
+    "autoencoder": make_autoencoder,
     "digits": make_digits,
     "photos": make_photos,
     "python": make_python,
@@ -417,12 +518,16 @@ def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
     evaluations = 1 if sampled else EVALUATIONS
     if arm.module in DISTILLED:
         _teacher(arm.task, seed)
+    before = 0.0  # seconds of an autoencoder's training
+    if arm.task == "autoencoder":
+        _, before = autoencoder_of(arm, seed)
     seed_everything(seed, verbose=False)
     module, data = MAKE[arm.task](arm, rate, seed)
     if sampled:
         watch: Watch = Judge([metric for metric in METRICS[arm.task] if int(metric.split()[0]) in arm.few])
     else:
         watch = Watch(METRICS[arm.task])
+    watch.seconds = before
 
     def configure_optimizers() -> Any:
         trainable = [p for p in module.parameters() if p.requires_grad]
@@ -434,18 +539,13 @@ def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     module.configure_optimizers = configure_optimizers
+    callbacks = [] if arm.task == "autoencoder" else arm.callbacks()
     trainer = Trainer(
-        accelerator="cpu",
         max_steps=steps,
-        gradient_clip_val=1.0,
         val_check_interval=steps // evaluations,
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[*arm.callbacks(), watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[*callbacks, watch],
+        **QUIET,
     )
     trainer.fit(module, datamodule=data)
     if sampled and arm.name == BASELINE:
