@@ -26,6 +26,7 @@ from lit_efficient.export.check import (
     Reference,
     check_gguf,
     check_lora,
+    check_lycoris,
     check_outputs,
     check_tensors,
     difference,
@@ -45,11 +46,18 @@ from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.internals.hugging_face import bars_on_terminals, generation_json, stopping_at
 from lit_efficient.mechanisms.adapters.added_rows import without_added_rows
-from lit_efficient.mechanisms.adapters.diffusers_lora import skeleton, write_diffusers_lora, write_kohya, write_several
+from lit_efficient.mechanisms.adapters.diffusers_lora import (
+    KOHYA_FILE,
+    skeleton,
+    unread_by_programs,
+    write_diffusers_lora,
+    write_kohya,
+    write_several,
+)
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups, shifted_zeros
 from lit_efficient.mechanisms.adapters.lora_files import places_of
 from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, merged_matrix, scale_of
-from lit_efficient.mechanisms.adapters.lycoris import write_lycoris
+from lit_efficient.mechanisms.adapters.lycoris import LYCORIS_FILE, write_lycoris
 from lit_efficient.mechanisms.adapters.peft_format import task_of, to_peft
 from lit_efficient.mechanisms.adapters.peft_saved import peft_files, write_peft_folder
 from lit_efficient.mechanisms.adapters.peft_vectors import fold_vectors, refuse_prefix, scaled_names, vectors_to_peft
@@ -349,6 +357,8 @@ def _peft(source: _Source, check: bool) -> _Export:
         config = json.loads(where["config"])
         count = len(config.get("id2label") or "ab")  # transformers writes the labels unless there are two
         remark = f"; load the base with num_labels={count}, and set its config.pad_token_id to {config['pad_token_id']}"
+    if unread_by_programs(parts):
+        remark = f"; without {KOHYA_FILE}, which no program reads for {unread_by_programs(parts)}"
 
     def write(folder: Path) -> None:
         for name, (tensors, config) in adapters.items():
@@ -358,8 +368,7 @@ def _peft(source: _Source, check: bool) -> _Export:
                 place.mkdir(exist_ok=True)
             write_one(place, tensors, config | about)
             if own is not None and "diffusers" in own:
-                network = skeleton({"library": "diffusers", **own["diffusers"]})
-                write_lycoris(place, tensors, config, network)
+                write_lycoris(place, tensors, config, skeleton({"library": "diffusers", **own["diffusers"]}))
         if words is not None:
             embeddings(folder)
         stop = _save_tokenizer(checkpoint, folder)
@@ -372,6 +381,9 @@ def _peft(source: _Source, check: bool) -> _Export:
             return f"not checked: the checkpoint has {len(adapters)} adapters, {', '.join(adapters)}"
         if parts:
             return check_lora(folder, parts, updates_of(state, where, arguments))
+        if (folder / LYCORIS_FILE).is_file():
+            ((tensors, _),) = adapters.values()
+            return check_lycoris(folder, {"library": "diffusers", **where["diffusers"]}, tensors)
         return _compare_with_peft(folder, source, where, named)
 
     return _Export(held, write, compare, remark, about.get("base_model_name_or_path"))

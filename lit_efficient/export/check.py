@@ -254,6 +254,40 @@ def check_lora(folder: Path, parts: Sequence[Fields], expected: Mapping[str, Ten
     return f"{finding}, and kohya.safetensors has the same updates" if found["kohya"] else finding
 
 
+def check_lycoris(folder: Path, part: Fields, tensors: Mapping[str, Tensor]) -> str:
+    """Compare LyCORIS's file and peft's files of a folder with each other, and peft's with the trained adapter.
+
+    Args:
+        folder: The export.
+        part: The network, as of `diffusers_lora.skeleton`.
+        tensors: Tensors of the trained adapter by the names of peft's file.
+
+    Returns:
+        The result of the check, as words for people.
+
+    Raises:
+        CheckpointError: If peft does not load the folder, or tensors or changes of weights differ.
+    """
+    found = _ask(folder, "peft", {"lycoris": part}, lambda _: None)
+    assert found is not None  # the run had adapters of peft
+    expected = digests(tensors)
+    kept = found["digests"]
+    wrong = sorted(name for name in expected.keys() | kept.keys() if expected.get(name) != kept.get(name))
+    if wrong:
+        raise CheckpointError(
+            f"export: peft's file has other adapters than were trained: {len(wrong)} tensors differ or are missing, "
+            f"first {wrong[0]!r}"
+        )
+    if found["wrong"] or not found["layers"]:
+        first = found["wrong"][0] if found["wrong"] else "all"
+        raise CheckpointError(
+            f"export: lycoris.safetensors changes other weights than the trained adapter: {len(found['wrong'])} of "
+            f"{found['layers']} layers differ or are missing, first {first!r}"
+        )
+    finding = f"peft loads the {found['layers']} adapted layers that were trained"
+    return f"{finding}, and lycoris.safetensors has the same changes"
+
+
 def _ask(folder: Path, library: str, request: Fields, fill: Callable[[Path], object]) -> Any:
     """Return the answer of a new process about a folder; None if the library is not installed."""
     if importlib.util.find_spec(library) is None:
@@ -310,6 +344,17 @@ def _answer(folder: Path, place: Path) -> dict[str, Any]:
                 wrong_kohya.append(key)
         answer = {"wrong": wrong, "layers": layers, "loader": loader}
         return answer | {"kohya": len(kohya), "wrong_kohya": sorted(wrong_kohya)}
+    if "lycoris" in request:
+        from lit_efficient.export.diffusers_lora_check import lycoris_changes
+
+        layers = 0
+        wrong = []
+        for name, wanted, change in lycoris_changes(folder, request["lycoris"]):
+            layers += wanted is not None
+            if wanted is None or change is None or not difference(wanted, change, _SAME) <= _SAME:
+                wrong.append(name)
+        kept = digests(load_tensors(folder / "adapter_model.safetensors"))
+        return {"layers": layers, "wrong": wrong, "digests": kept}
     if request["library"] == "diffusers":
         import diffusers
 

@@ -4,7 +4,8 @@
 
 The networks get no weights, so that only the adapters take memory. The loader is ``load_lora_weights`` of
 a pipeline with these networks; ``load_lora_adapter`` of the network if no pipeline has it; else peft's own.
-The file in kohya's format is read by the reader of ``start_from``.
+The files in kohya's and LyCORIS's formats are read by the reader of ``start_from``. The changes of weights by the
+latter are computed by its formula, and compared with those of peft's layers.
 """
 
 import inspect
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lit_efficient.mechanisms.adapters.diffusers_lora import KOHYA_FILE, skeleton
-from lit_efficient.mechanisms.adapters.lora_files import placed_factors, places_of, read_lora_file
+from lit_efficient.mechanisms.adapters.lora_files import placed_factors, placed_layers, places_of, read_lora_file
 from lit_efficient.mechanisms.adapters.low_rank import scale_of
+from lit_efficient.mechanisms.adapters.lycoris import LYCORIS_FILE, delta_of
 
 _Part = Mapping[str, Any]  # see `peft_folder.placement`
 
@@ -84,6 +86,23 @@ def kohya_updates(folder: Path, parts: Sequence[_Part]) -> dict[str, Tensor]:
         if kind == "lora_magnitude":
             found[f"{name}.magnitude"] = tensor.flatten().float()
     return found
+
+
+@torch.no_grad()
+def lycoris_changes(folder: Path, part: _Part) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """Yield the name of each layer, and the changes of its weight by peft and by LyCORIS's file; None without any."""
+    from peft import PeftModel
+
+    file = read_lora_file(folder / LYCORIS_FILE, "export")
+    left = {original.parts[0]: own for _, own, original, _ in placed_layers(file, skeleton(part))}
+    network = PeftModel.from_pretrained(skeleton(part).to_empty(device="cpu"), folder).get_base_model()
+    for name, layer in network.named_modules():
+        if hasattr(layer, "get_delta_weight"):
+            own = left.pop(name, None)
+            change = layer.get_delta_weight("default").flatten().float()
+            yield name, change, None if own is None else delta_of(own).flatten()
+    for name, own in left.items():
+        yield name, None, delta_of(own)
 
 
 @torch.no_grad()

@@ -5,9 +5,14 @@
     kohya.safetensors                   lora_unet_NAME.lora_down.weight, .lora_up.weight, .alpha, .dora_scale
                                         lora_te1_NAME..., lora_te2_NAME...
 
-The second format has the names of diffusers for Stable Diffusion 1 and 2, and those of the authors for SDXL, SD3 and
-Flux, as kohya's scripts write them and ComfyUI reads them. Layers that the authors stack (q, k and v) get the factors
-of all parts in one A, and blocks in B.
+The second format has the names of the authors for SDXL, SD3 and Flux, as kohya's scripts write them and ComfyUI reads
+them, and else those of diffusers. Layers that the authors stack (q, k and v) get the factors of all parts in one A, and
+blocks in B. It is written for families whose file a program reads:
+
+    UNets of Stable Diffusion and SDXL    diffusers, ComfyUI, WebUIs
+    Flux, Qwen-Image                      diffusers, ComfyUI
+    SD3                                   ComfyUI
+    Z-Image                               diffusers
 Source: the loaders of diffusers; https://github.com/kohya-ss/sd-scripts.
 """
 
@@ -28,6 +33,10 @@ from lit_efficient.mechanisms.adapters.lora_files import LORA_FILE, places_of
 from lit_efficient.models.libraries.original_names import OriginalLayer, original_layers
 
 KOHYA_FILE = "kohya.safetensors"
+_READ = (  # classes for which a program reads the format
+    *("UNet2DConditionModel", "FluxTransformer2DModel", "SD3Transformer2DModel"),
+    *("QwenImageTransformer2DModel", "ZImageTransformer2DModel"),
+)
 _PEFT = "base_model.model."
 _DOWN = "lora_down.weight"
 _UP = "lora_up.weight"
@@ -93,8 +102,17 @@ def write_diffusers_lora(folder: Path, tensors: Mapping[str, Tensor], config: Fi
     save_tensors(folder / LORA_FILE, named, format="pt", lora_adapter_metadata=header)
 
 
+def unread_by_programs(networks: Sequence[Fields]) -> str:
+    """Return the class of a denoiser for which no program reads kohya's format, or an empty string.
+
+    diffusers' ``load_lora_weights`` loads nothing from such a file, without an error.
+    """
+    kinds = [part["class"] for part in networks if part["library"] == "diffusers"]
+    return next((kind for kind in kinds if kind not in _READ), "")
+
+
 def write_kohya(folder: Path, tensors: Mapping[str, Tensor], config: Fields, networks: Sequence[Fields]) -> None:
-    """Write the factors in kohya's format to a folder.
+    """Write the factors in kohya's format to a folder, if a program reads it for these networks.
 
     Args:
         folder: The folder.
@@ -102,6 +120,8 @@ def write_kohya(folder: Path, tensors: Mapping[str, Tensor], config: Fields, net
         config: Configuration of peft.
         networks: As in :func:`places_of`; one without a name if the tensors have no prefix.
     """
+    if unread_by_programs(networks):
+        return
     named: dict[str, Tensor] = {}
     for part in networks:
         prefix = _PEFT

@@ -160,7 +160,9 @@ def read_lora_file(file: Path, argument: str = "LoRA: start_from") -> LoraFile:
                     f"{said}: {key} has a magnitude for each input, and magnitudes of outputs are supported. {_ADVICE}"
                 )
             layers.setdefault((place, name), {})[kind] = tensor
-    if unknown or not layers:
+    if not unknown and not layers:
+        raise ConfigurationError(f"{said} has no tensors: its training or its copy did not finish")
+    if unknown:
         raise ConfigurationError(
             f"{said} has {len(unknown)} tensors that are unknown here: {listed(unknown)}. {_ADVICE}"
         )
@@ -201,6 +203,11 @@ def placed_factors(file: LoraFile, module: nn.Module, rank: int, scale: float) -
         sizes = _unstacked(tensors["magnitude"].flatten(), rows, original) if "magnitude" in tensors else []
         for number, part in enumerate(original.parts):
             name = prefix + part
+            if getattr(module.get_submodule(name), "groups", 1) > 1:
+                raise ConfigurationError(
+                    f"{file.said} adapts {name}, a convolution in groups, and LoRA adapts convolutions without groups. "
+                    f"{_ADVICE}"
+                )
             weight_shape = _weight_shape(module.get_submodule(name))
             a, b = _padded(down, ups[number], rank)
             found[f"{name}.lora_A"] = a.reshape(rank, *weight_shape[1:])

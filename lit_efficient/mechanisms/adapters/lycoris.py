@@ -65,7 +65,9 @@ def read_lycoris(place: str, root: nn.Module) -> tuple[dict[str, Any], dict[str,
         if (len(original.parts) > 1 or original.swapped) and not own.keys() <= _LOHA:
             raise ConfigurationError(
                 f"PeftAdapter: {place} adapts {original.name} as one layer, which diffusers splits into "
-                f"{', '.join(original.parts)}: such a product cannot be split. Use a file by the names of diffusers"
+                f"{', '.join(original.parts)}. Kronecker factors of the parts have shapes that peft does not make. "
+                "Merge the file into the base by the program that trained it, and train a new adapter on the result, "
+                "or use LoHa, or a file with the layers of diffusers, such as SimpleTuner's"
             )
         layers: list[Any] = [root.get_submodule(prefix + name) for name in original.parts]
         rows = [len(layer.weight) for layer in layers]
@@ -133,6 +135,32 @@ def write_lycoris(folder: Path, tensors: Mapping[str, Tensor], options: Mapping[
     save_tensors(folder / LYCORIS_FILE, named, format="pt")
 
 
+def delta_of(own: Mapping[str, Tensor]) -> Tensor:
+    """Return the change of a layer's weight, as LyCORIS and ComfyUI compute it from the tensors of a file.
+
+    Args:
+        own: Tensors of the layer by kind, with ``alpha``.
+
+    Returns:
+        The change in float32, whose elements are in the order of the weight's.
+    """
+    tensors = {kind: tensor.float() for kind, tensor in own.items()}
+
+    def product(a: str, b: str, core: str) -> Tensor:
+        if core in tensors:
+            return torch.einsum("ijkl,ip,jr->prkl", tensors[core], tensors[a], tensors[b])
+        return tensors[a] @ tensors[b]
+
+    rank = _rank(tensors)
+    scale = float(tensors["alpha"]) / rank if rank else 1.0
+    if "hada_w1_a" in tensors:
+        first = product("hada_w1_a", "hada_w1_b", "hada_t1")
+        return scale * first * product("hada_w2_a", "hada_w2_b", "hada_t2")
+    w1 = tensors["lokr_w1"] if "lokr_w1" in tensors else product("lokr_w1_a", "lokr_w1_b", "")
+    w2 = tensors["lokr_w2"] if "lokr_w2" in tensors else product("lokr_w2_a", "lokr_w2_b", "lokr_t2")
+    return scale * torch.kron(w1.reshape(*w1.shape, *[1] * (w2.ndim - 2)), w2.contiguous())
+
+
 def _written_names(network: Any, layers: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the names of layers in diffusers and in the file."""
     names: dict[str, str] = {}
@@ -173,18 +201,26 @@ def _decomposition(file: LoraFile, root: Any, parts: Mapping[str, Mapping[str, T
 
     shapes = {}
     for name, own in parts.items():
-        w1 = own["lokr_w1"].shape if "lokr_w1" in own else (len(own["lokr_w1_a"]), own["lokr_w1_b"].shape[1])
+        first = own["lokr_w1"].shape if "lokr_w1" in own else (len(own["lokr_w1_a"]), own["lokr_w1_b"].shape[1])
         weight = root.get_submodule(name).weight
-        shapes[name] = tuple(w1), (weight.shape[0], weight.shape[1])
-    found = [*{side for w1, _ in shapes.values() for side in w1}]
-    for factor in (-1, *sorted(found)):
-        if all(
-            w1 == (factorization(out, factor)[0], factorization(inside, factor)[0])
-            for w1, (out, inside) in shapes.values()
-        ):
+        shapes[name] = tuple(first), (weight.shape[0], weight.shape[1])
+    unfit: dict[int, list[str]] = {}
+    for factor in (-1, *sorted({side for w1, _ in shapes.values() for side in w1})):
+        unfit[factor] = []
+        for name, (w1, sizes) in shapes.items():
+            if w1 != tuple(factorization(size, factor)[0] for size in sizes):
+                unfit[factor].append(name)
+        if not unfit[factor]:
             both = any("lokr_w1_a" in own for own in parts.values())
             return {"decompose_factor": factor, "decompose_both": both}
+    best = min(unfit, key=lambda factor: len(unfit[factor]))
+    name = unfit[best][0]
+    w1, sizes = shapes[name]
+    theirs = tuple(factorization(size, best)[0] for size in sizes)
     raise ConfigurationError(
-        f"PeftAdapter: {file.name} has Kronecker factors of shapes that peft cannot make with one decompose_factor: "
-        "merge it into the base, and train a new adapter"
+        f"PeftAdapter: {file.name} has Kronecker factors that peft cannot make with one decompose_factor. "
+        f"decompose_factor {best} fits {len(shapes) - len(unfit[best])} of {len(shapes)} layers, and not {name!r}: "
+        f"lokr_w1 of its weight {sizes} is {w1} in the file and {theirs} in peft. Files that LyCORIS trains with "
+        "factor -1, balanced, always fit, and others unless the factor divides a side that is smaller than its square. "
+        "Merge the file into the base by the program that trained it, and train a new adapter on the result"
     )

@@ -409,6 +409,9 @@ def test_what_a_file_has_beyond_a_lora_is_refused(tmp_path: Path) -> None:
         save_file(tensors | more, tmp_path / "a.safetensors")
         with pytest.raises(ConfigurationError, match=message):
             LoRA(start_from=str(tmp_path / "a.safetensors"))
+    save_file({}, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigurationError, match=r"a.safetensors has no tensors: its training or its copy did not"):
+        LoRA(start_from=str(tmp_path / "a.safetensors"))
     text = {f"lora_te1_q.lora_{one}.weight": torch.zeros(2, 2) for one in ("up", "down")}
     save_file(tensors | text, tmp_path / "a.safetensors")
     with pytest.raises(ConfigurationError, match=r"1 layers of text_encoder, which this run does not .*fuse_lora\(\)"):

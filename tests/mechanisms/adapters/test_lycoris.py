@@ -8,14 +8,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from peft.tuners.lycoris_utils import LycorisLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_efficient import ConfigurationError, LoRA, PeftAdapter
 from lit_efficient.application import apply
 from lit_efficient.application.ledger import ledger
-from lit_efficient.mechanisms.adapters.lycoris import write_lycoris
-from lit_efficient.mechanisms.adapters.peft_saved import peft_files, peft_placement
+from lit_efficient.errors import CheckpointError
+from lit_efficient.export.check import check_lycoris
+from lit_efficient.export.diffusers_lora_check import lycoris_changes
+from lit_efficient.mechanisms.adapters.lycoris import delta_of, write_lycoris
+from lit_efficient.mechanisms.adapters.peft_saved import peft_files, peft_placement, write_peft_folder
 from lit_efficient.models.libraries.original_names import original_layers
 from tests.mechanisms.adapters.test_lora_files import Trains, denoiser, originals, pipeline_of, predicted
 from tests.support import QUIET
@@ -198,16 +202,62 @@ def test_a_file_of_lycoris_is_a_start_and_an_export(family: str, kind: str, tmp_
     torch.testing.assert_close(predicted(other.network), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_export_has_the_file(tmp_path: Path) -> None:
+def test_an_export_has_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file(as_file(drawn(denoiser(pipeline_of("sdxl")), "loha"), "lora_unet_", {}), tmp_path / "a.safetensors")
     module = Trains(denoiser(pipeline_of("sdxl")).train())
     run = pl.Trainer(callbacks=[PeftAdapter({"start_from": str(tmp_path / "a.safetensors")})], **QUIET, max_steps=1)
     run.fit(module, torch.utils.data.DataLoader(torch.zeros(1)))
     run.save_checkpoint(tmp_path / "a.ckpt")
-    assert export([str(tmp_path / "a.ckpt"), "--format", "peft", "--output", str(tmp_path / "out"), "--no-check"]) == 0
+    assert export([str(tmp_path / "a.ckpt"), "--format", "peft", "--output", str(tmp_path / "out")]) == 0
+    count = sum(isinstance(part, LycorisLayer) for part in module.modules())
+    said = f"peft loads the {count} adapted layers that were trained, and lycoris.safetensors has the same changes"
+    assert count
+    assert said in capsys.readouterr().err
     other = Trains(denoiser(pipeline_of("sdxl")))
     apply(other, [PeftAdapter({"start_from": str(tmp_path / "out" / "lycoris.safetensors")})])
     torch.testing.assert_close(predicted(other.network), predicted(module.network), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lokr", "lokr whole", "lokr tucker", "loha tucker"])
+def test_the_check_of_an_export_computes_the_change_of_the_file(kind: str, tmp_path: Path) -> None:
+    network = denoiser(pipeline_of("sd15"))
+    layers = drawn(network, kind)
+    save_file(as_file(layers, "lora_unet_", {}), tmp_path / "a.safetensors")
+    for name, (tensors, alpha) in layers.items():
+        weight = network.get_submodule(name).weight
+        change = delta_of(tensors | {"alpha": torch.tensor(alpha)}).reshape(weight.shape)
+        torch.testing.assert_close(change, delta(weight, tensors, alpha))
+    module = Trains(network)
+    apply(module, [PeftAdapter({"start_from": str(tmp_path / "a.safetensors")})])
+    ((tensors, config),) = peft_files(where := peft_placement(module), module.state_dict()).values()
+    write_peft_folder(tmp_path / "out", tensors, config)
+    write_lycoris(tmp_path / "out", tensors, config, denoiser(pipeline_of("sd15")))
+    part = {"library": "diffusers", **where["diffusers"]}
+    found = list(lycoris_changes(tmp_path / "out", part))
+    assert {name for name, _, _ in found} == layers.keys()
+    for _, wanted, change in found:
+        torch.testing.assert_close(change, wanted)
+    if kind == "lokr":
+        file = tmp_path / "out" / "lycoris.safetensors"
+        written = load_file(file)
+        first = next(key for key in written if key.endswith(".lokr_w2_a"))
+        save_file(written | {first: written[first] * 1.01}, file)
+        with pytest.raises(CheckpointError, match=r"lycoris.safetensors changes other weights.*1 of \d+ layers"):
+            check_lycoris(tmp_path / "out", part, tensors)
+        other = tensors | {next(iter(tensors)): torch.zeros(1)}
+        with pytest.raises(CheckpointError, match=r"peft's file has other adapters than were trained: 1 tensors"):
+            check_lycoris(tmp_path / "out", part, other)
+
+
+def test_factors_that_peft_does_not_make_are_named(tmp_path: Path) -> None:
+    """A factor that divides a side below its square has the larger part first in peft, and second in LyCORIS."""
+    layer = {"lokr_w1": torch.ones(2, 1), "lokr_w2": torch.ones(4, 4, 3, 3)}
+    fits = {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(8, 2)}
+    layers = {"conv_in": (layer, 1.0), "time_embedding.linear_1": (fits, 1.0)}
+    save_file(as_file(layers, "lora_unet_", {}), tmp_path / "a.safetensors")
+    message = r"fits 1 of 2 layers, and not 'conv_in': .*\(8, 4\) is \(2, 1\) in the file and \(4, 4\) in peft"
+    with pytest.raises(ConfigurationError, match=message):
+        apply(Trains(denoiser(pipeline_of("sd15"))), [PeftAdapter({"start_from": str(tmp_path / "a.safetensors")})])
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -222,7 +272,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     save_file(
         {f"lora_unet_double_blocks_0_img_attn_qkv.{key.partition('.')[2]}": one for key, one in layer.items()}, file
     )
-    with pytest.raises(ConfigurationError, match=r"img_attn.qkv as one layer, which diffusers splits into .*to_q"):
+    with pytest.raises(ConfigurationError, match=r"img_attn.qkv as one layer, .*splits into .*to_q.*or use LoHa"):
         apply(Trains(flux), [PeftAdapter({"start_from": str(file)})])
     pair = {f"lora_unet_mid_block_resnets_0_conv1.lora_{one}.weight": torch.zeros(2, 2) for one in ("up", "down")}
     save_file(pair, file)
