@@ -205,7 +205,7 @@ class WidthCurve:
             FigureCanvasAgg(figure).print_png(file)
 
 
-def loss_among(names: Sequence[str]) -> str:
+def loss_among(names: Sequence[str], who: str = "ema-sweep") -> str:
     """Return the validation loss among logged metrics: ``val/loss``, ``val_loss`` or the only name with "loss".
 
     Raises:
@@ -218,6 +218,5 @@ def loss_among(names: Sequence[str]) -> str:
     if len(losses) == 1:
         return losses[0]
     raise ConfigurationError(
-        "ema-sweep: which metric is the validation loss? Add --metric NAME; "
-        f"logged: {', '.join(sorted(names)) or 'none'}"
+        f"{who}: which metric is the validation loss? Add --metric NAME; logged: {', '.join(sorted(names)) or 'none'}"
     )

@@ -10,13 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.real_size import peak_of
-from lit_efficient import EMA, CheckpointAverage, ConfigurationError, LitEfficientError, restore
-from lit_efficient.commands.average import average_files, run
+from lit_efficient import EMA, CheckpointAverage, ConfigurationError, LitEfficientError, LoRA, restore
+from lit_efficient.commands.average import average_files, greedy_soup, merge_files, run
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import read
 from lit_efficient.files.checkpoints import write as write_file
+from lit_efficient.mechanisms.averages.merging import merged_change
 from tests import processes
 from tests.support import Toy, assert_equal, data, trainer, weights
+from tests.support_cli import export
 
 
 def write(path: Path, **state: torch.Tensor) -> Path:
@@ -196,3 +198,121 @@ def test_a_flipped_bit_is_seen_in_every_tensor(tmp_path: Path) -> None:
         file.write_bytes(flipped)
         with pytest.raises(LitEfficientError, match=r"a.ckpt is damaged: its record .* does not match its checksum"):
             average_files([file])
+
+
+# Merges of fine-tuned models ------------------------------------------------------------------------------------------
+
+
+def tuned(tmp_path: Path, count: int = 3) -> tuple[Path, list[Path], dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Files of a base and of models that were fine-tuned from it, and their weights."""
+    generator = torch.Generator().manual_seed(0)
+    base = {"w": torch.randn(6, 7, generator=generator), "b": torch.randn(5, generator=generator)}
+    models = [{n: t + torch.randn(t.shape, generator=generator) for n, t in base.items()} for _ in range(count)]
+    files = [write(tmp_path / f"{i}.ckpt", **model, count=torch.tensor(i)) for i, model in enumerate(models)]
+    return write(tmp_path / "base.ckpt", **base, count=torch.tensor(9)), files, base, models
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+@pytest.mark.parametrize("weights_", [None, [0.5, -1.0, 2.0]])
+def test_merges_are_pefts(method: str, weights_: Any, tmp_path: Path) -> None:
+    from peft.utils import merge_utils
+
+    base_file, files, base, models = tuned(tmp_path)
+    merged = merge_files(files, method, base_file, weights_, density=0.4)
+    for name, start in base.items():
+        changes = [model[name] - start for model in models]
+        given = torch.tensor(weights_ or [1.0] * 3)
+        more = {} if method == "task_arithmetic" else {"density": 0.4}
+        expected = start + getattr(merge_utils, method)(changes, given, **more)
+        torch.testing.assert_close(merged["state_dict"][name], expected)
+    assert merged["state_dict"]["count"] == 2
+    assert merged["lit_efficient"]["weights"] == f"{method} of 3 models"
+    assert "optimizer_states" not in merged
+
+
+def test_dare_keeps_a_share_of_the_changes_and_their_mean() -> None:
+    change = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(1)
+    found = merged_change(change, ones, "dare_linear", 0.25, torch.Generator().manual_seed(1))
+    kept = found != 0
+    torch.testing.assert_close(found[kept], 4 * change[0][kept])
+    assert float(kept.float().mean()) == pytest.approx(0.25, abs=0.01)
+    again = merged_change(change, ones, "dare_linear", 0.25, torch.Generator().manual_seed(1))
+    assert torch.equal(found, again)
+    changes = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    weights_ = torch.tensor([1.0, 2.0, 3.0])
+    whole = [merged_change(changes, weights_, method, 1.0) for method in ("dare_ties", "ties")]
+    torch.testing.assert_close(*whole)
+
+
+def test_merged_adapters_are_pefts(tmp_path: Path) -> None:
+    import peft
+
+    files, modules = [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        run_ = trainer([LoRA(rank=2, alpha=6.0, seed=seed)], max_epochs=1 + seed)
+        run_.fit(module := Toy(), data(), data())
+        run_.save_checkpoint(tmp_path / f"{seed}.ckpt")
+        files.append(str(tmp_path / f"{seed}.ckpt"))
+        modules.append(module)
+        assert export([files[-1], "--format", "peft", "--output", str(tmp_path / f"peft{seed}")]) == 0
+    output = tmp_path / "merged.ckpt"
+    assert run([*files, "--method", "ties", "--density", "0.7", "--weights", "0.5,2", "--output", str(output)]) == 0
+    restore(merged := Toy(), output)
+    model = peft.PeftModel.from_pretrained(Toy().net, tmp_path / "peft0", adapter_name="a")
+    model.load_adapter(tmp_path / "peft1", adapter_name="b")
+    model.add_weighted_adapter(["a", "b"], [0.5, 2.0], "both", combination_type="ties", density=0.7)
+    model.set_adapter("both")
+    x = next(iter(data()))[0]
+    torch.testing.assert_close(merged.net(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_greedy_soup_takes_what_improves_the_mean() -> None:
+    values = {"a": 1.0, "b": -1.2, "c": 5.0, "d": 0.1}  # the metric is the distance of the mean from zero
+
+    def score(files: Any) -> float:
+        return abs(sum(values[file] for file in files) / len(files))
+
+    scores = {file: score([file]) for file in values}
+    assert greedy_soup([*values], scores, score, 1.0) == ["d"]
+    del values["d"], scores["d"]
+    assert greedy_soup([*values], scores, score, 1.0) == ["a", "b"]
+    negative = {file: -value for file, value in scores.items()}
+    assert greedy_soup([*values], negative, lambda files: -score(files), -1.0) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "ties"], "0.ckpt has 'w', which is no plain LoRA adapter. Whole models need --base"),
+        (["--base", "base.ckpt"], "--base is for --method task_arithmetic, ties, dare_linear, dare_ties"),
+        (["--method", "ties", "--base", "base.ckpt", "--density", "0"], "density must be above 0 and at most 1, got 0"),
+        (["--method", "ties", "--base", "base.ckpt", "--weights", "1,2"], r"one number a file \(3\)"),
+        (
+            ["--method", "ties", "--base", "base.ckpt", "--weights", "linear"],
+            "or left out, with --method, got 'linear'",
+        ),
+        (["--greedy"], "--greedy needs -c CONFIG"),
+        (["--greedy", "-c", "x.yaml", "--weights", "1,2,3"], "leave out --method and --weights"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tuned(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        run(["0.ckpt", "1.ckpt", "2.ckpt", "--output", "out.ckpt", *words])
+    assert not Path("out.ckpt").exists()
+
+
+def test_adapters_of_another_base_are_not_merged(tmp_path: Path) -> None:
+    for number in range(2):
+        module = Toy()
+        torch.nn.init.constant_(module.net.stem.weight, float(number))
+        run_ = trainer([LoRA(rank=2)], max_steps=1)
+        run_.fit(module, data(), data())
+        run_.save_checkpoint(tmp_path / f"{number}.ckpt")
+    with pytest.raises(ConfigurationError, match=r"1.ckpt and .*0.ckpt have another base"):
+        merge_files([tmp_path / "0.ckpt", tmp_path / "1.ckpt"], "ties")
