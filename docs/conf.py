@@ -12,7 +12,7 @@ _ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / 
 _REPOSITORY = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["lit_efficient"]["repository"]
 
 project = "lit_efficient"
-author = "The lit_efficient developers"
+author = copyright = "The lit_efficient developers"
 version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
@@ -22,6 +22,7 @@ html_title = f"lit_efficient {__version__}"
 html_show_sourcelink = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_theme_options = {"source_repository": _REPOSITORY} if _REPOSITORY else {}
 
 highlight_language = "none"  # for formulas; code blocks name their language

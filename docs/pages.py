@@ -12,22 +12,23 @@ from lit_efficient import PUBLIC
 from lit_efficient.catalog import PURPOSES, Card, pairs, read_cards
 from lit_efficient.commands.card import card_text, excluded, overlay_of, related
 from lit_efficient.commands.card_python import python_lines
+from lit_efficient.errors import listed
 from lit_efficient.files import configs
 
 # Titles of the reference by the first part of a module's name. Other modules belong to the contract.
 PARTS = {
-    "contract": "The contract of techniques",
-    "callbacks": "Other callbacks",
+    "contract": "Contract of techniques",
+    "callbacks": "Callbacks",
     "optimizers": "Optimizers and schedules",
     "tasks": "Tasks",
-    "data": "Data modules and their parts",
+    "data": "Data",
     "models": "Models",
     "losses": "Losses",
     "distributed": "Several processes",
-    "mechanisms": "Mechanisms of several techniques",
+    "mechanisms": "Mechanisms",
 }
 _MENU = {
-    "Start": ["index.md", "overview.md", "goals.md", "techniques.md", "matrix.md", "symptoms.md"],
+    "Start": ["index.md", "Overview <overview.md>", "goals.md", "techniques.md", "matrix.md", "symptoms.md"],
     "Guides": [
         "llm.md",
         "reinforcement_learning.md",
@@ -95,36 +96,82 @@ def anchor(folder: str, stem: str) -> str:
 
 
 def technique(card: Card, cards: list[Card]) -> str:
-    """Return the page of a technique: docstring, card, measurements, conflicts, related techniques, reference."""
-    facts = {"Slot in YAML": f"`{card.slot}`", "Phase": card.facts.get("phase") and f"`{card.facts['phase']}`"}
-    facts |= {label.capitalize(): card.facts.get(label, "") for label in ("saves", "costs", "source")}
-    facts |= {title.capitalize(): card.facts.get(key, "").partition(". ")[2] for key, title in PURPOSES.items()}
-    yaml = card_text(card).partition("In YAML")[2].partition(":\n")[2].partition("\n\n")[0]
-    lines = [f"# {card.name}", "", *_described(card.module), "", "| | |", "| --- | --- |"]
-    lines += [f"| {label} | {_cell(text)} |" for label, text in facts.items() if text]
-    lines += ["", "## Use it", "", *_fenced("yaml", textwrap.dedent(yaml))]
-    if name := overlay_of(card):
-        lines += ["", f"or its overlay, [{name}](configs/techniques/{name}.yaml), appended to a config:", ""]
-        lines += _fenced("bash", f"python -m lit_efficient fit -c CONFIG -c {name}")
-    if python := python_lines(card):
-        lines += ["", "In Python:", "", *_fenced("python", "\n".join(python))]
-    if found := measured(card.name):
-        lines += ["", "## Measured", "", *found, "Measured on a CPU: [all results](docs/measured.md)."]
+    """Return the page of a technique; all pages have the same parts in the same order."""
+    lines = [f"# {card.name}", "", _sentence(card.summary), ""]
+    lines += ["## When to use it", "", *_reasons(card), "", "## When not", ""]
+    lines += [f"- It costs {_cell(card.facts['costs'])}." if card.facts.get("costs") else "- No cost is known.", ""]
     if refused := excluded(card, pairs(cards)):
-        lines += ["", "## Conflicts", "", "| With | Reason and solution |", "| --- | --- |"]
-        lines += [f"| {_linked(other, cards)} | {_cell(why)} |" for other, why in refused.items()]
+        lines[-1:] = [f"- Not together with {_names(refused, cards)}: [reasons](#what-it-excludes).", ""]
+    if python := python_lines(card):
+        lines += ["## In Python", "", *_fenced("python", "\n".join(python)), ""]
+    yaml = card_text(card).partition("In YAML")[2].partition(":\n")[2].partition("\n\n")[0]
+    lines += ["## In YAML", "", *_fenced("yaml", textwrap.dedent(yaml)), ""]
+    if name := overlay_of(card):
+        lines += [f"The overlay [{name}](configs/techniques/{name}.yaml) has settings to begin with:", ""]
+        lines += [*_fenced("bash", f"python -m lit_efficient fit -c CONFIG -c {name}"), ""]
+    lines += ["## Measured", "", *(measured(card.name) or ["It was not measured alone.", ""])]
+    names = [name for name, module in PUBLIC.items() if f"lit_efficient.{module}" == card.module]
+    lines += ["## Arguments", "", *_objects(sorted(names, key=lambda name: name != card.name))]
+    lines += ["## How it works", "", *_described(card.module), "", *_place(card), ""]
+    if refused:
+        lines += ["## What it excludes", ""]
+        lines += [f"- {_linked(other, cards)}: {_cell(why)}" for other, why in refused.items()]
+    else:
+        lines += ["## What it excludes", "", "No pair with another technique is refused."]
     if others := related(card, [one for one in cards if one.is_technique]):
         lines += ["", "## Related", "", ", ".join(_linked(other, cards) for other in others)]
-    names = [name for name, module in PUBLIC.items() if f"lit_efficient.{module}" == card.module]
-    return "\n".join([*lines, "", "## Reference", "", *_objects(sorted(names, key=lambda name: name != card.name))])
+    return "\n".join([*lines, ""])
+
+
+def _reasons(card: Card) -> Iterator[str]:
+    """Yield list entries: the goals that a technique serves, and what it saves."""
+    for key, title in PURPOSES.items():
+        if reason := card.facts.get(key, "").partition(". ")[2]:
+            yield f"- For {title.partition(':')[0]}: {_cell(reason)}."
+    if saves := card.facts.get("saves", ""):
+        yield f"- It saves {_sentence(_cell(saves))}"
+    if not any(card.facts.get(key) for key in (*PURPOSES, "saves")):
+        yield f"- As `{card.slot}` of a run."
+
+
+def _place(card: Card) -> Iterator[str]:
+    """Yield list entries: the slot of a technique, its phase and its source."""
+    yield f"- Slot in YAML: `{card.slot}`"
+    if phase := card.facts.get("phase"):
+        yield f"- Phase, which decides the order in which techniques act: `{phase}`"
+    if found := card.facts.get("source"):
+        yield f"- Source: {_cell(found)}"
+
+
+def _names(refused: dict[str, str], cards: list[Card]) -> str:
+    first = [_linked(other, cards) for other in itertools.islice(refused, 3)]
+    rest = len(refused) - len(first)
+    return ", ".join(first) + (f" and {rest} more" if rest else "")
+
+
+def _sentence(text: str) -> str:
+    return f"{text.rstrip('. ')}."
 
 
 def measured(name: str) -> list[str]:
-    """Return the rows of the measured tables about a technique."""
-    records = [one for one in figures.RECORDS.values() if one.get("technique") == name and "cells" in one]
-    rows = [figures.SOURCE["tables"][records[0]["table"]], ["---"] * 3] if records else []
-    rows += [[figures.filled(record, cell) for cell in record["cells"]] for record in records]
-    return [*(f"| {' | '.join(row)} |" for row in rows), ""] if rows else []
+    """Return the measurements of a technique: ratios for three small trainings, and results of other benchmarks."""
+    lines: list[str] = []
+    for record in figures.RECORDS.values():
+        if record.get("technique") != name or "cells" not in record:
+            continue
+        cells = [figures.filled(record, cell) for cell in record["cells"]]
+        if "reason" in record["figures"]:
+            lines += [f"On the three small trainings it was not measured: {record['figures']['reason']}.", ""]
+        elif record["table"] == "techniques":
+            titles = figures.SOURCE["tables"]["techniques"][1:]
+            rows = [(title, *cell.split(" / ")) for title, cell in zip(titles, cells[1:])]
+            lines += [f"{cells[0]} as a ratio to the same training without it (below 1 is less), on a CPU:", ""]
+            lines += ["| | GPT | DiT | ResNet |", "| --- | --- | --- | --- |"]
+            lines += [f"| {' | '.join(row)} |" for row in rows] + [""]
+        else:
+            command, what, result = cells
+            lines += [f"- {what}: {result} ({command})", ""]
+    return [*lines, "[All results](docs/measured.md).", ""] if lines else []
 
 
 def matrix_lines(cards: list[Card]) -> Iterator[str]:
@@ -162,8 +209,8 @@ def reference(cards: list[Card]) -> Iterator[tuple[str, str]]:
     rest = {name: module for name, module in PUBLIC.items() if f"lit_efficient.{module}" not in there}
     rest["check_technique"] = "testing"
     for part, title in PARTS.items():
-        lines = [f"# {title}", ""]
         of_part = {name: module for name, module in rest.items() if _part(module) == part}
+        lines = [f"# {title}: {listed(list(of_part))}", ""]
         for module in dict.fromkeys(of_part.values()):
             names = [name for name, home in of_part.items() if home == module]
             lines += [f"## {', '.join(names)}", "", *_described(f"lit_efficient.{module}"), ""]

@@ -4,6 +4,7 @@ import ast
 import csv
 import inspect
 import json
+import re
 from importlib import import_module
 
 import pytest
@@ -204,10 +205,17 @@ def test_the_yaml_on_a_card_uses_the_class(cards):
     assert "not with Plain: both change the forward; keep one" in card_text(cards[0])
 
 
-def test_markdown_has_a_row_for_each_technique(cards):
-    lines = markdown(cards).splitlines()
-    assert len(lines) == 2 + 2
-    assert lines[2].startswith("| [`Drop`](lit_efficient/callbacks/drop.py) | `trainer.callbacks` | half of")
+def test_markdown_lists_each_technique_once_under_its_goal(cards):
+    (line,) = (line for line in markdown(cards).splitlines() if "`Drop`" in line)
+    assert line.startswith("- [`Drop`](lit_efficient/callbacks/drop.py): ")
+    lines = markdown(read_cards()).splitlines()
+    goals = [line for line in lines if line.startswith("## ")]
+    assert goals[:3] == ["## Less memory", "## More speed", "## Better quality"]
+    shown = [re.match(r"- \[`(\w+)`\]", line)[1] for line in lines if line.startswith("- ")]
+    assert sorted(shown) == sorted(card.name for card in read_cards() if card.is_technique)
+    memory = lines[: lines.index("## More speed")]
+    assert any("`LoRA`" in line for line in memory)
+    assert max(map(len, lines)) < 220  # a line of a telephone's list, not of a table
 
 
 def test_every_class_in_a_slot_has_a_card_that_agrees_with_the_class():

@@ -156,13 +156,25 @@ def test_links_lead_from_page_to_page_in_the_site() -> None:
     assert linked("a.md", "docs/a.md", "```\n[a](nothing)\n```") == "```\n[a](nothing)\n```"
 
 
+# The parts of a technique's page. Those in brackets need something that not every technique has.
+PARTS = "When to use it, When not, [In Python], In YAML, Measured, Arguments, How it works, What it excludes, [Related]"
+
+
 def test_a_technique_has_a_page_made_of_its_card() -> None:
-    pages = {name for name in SITE if name.startswith("techniques/")}
-    assert pages == {f"techniques/{card.name}.md" for card in read_cards() if card.is_technique}
+    pages = {name: text for name, text in SITE.items() if name.startswith("techniques/")}
+    assert pages.keys() == {f"techniques/{card.name}.md" for card in read_cards() if card.is_technique}
+    for name, page in pages.items():
+        parts = re.findall(r"^## (.*)$", page, re.MULTILINE)
+        expected = [part for part in PARTS.split(", ") if not part.startswith("[") or part.strip("[]") in parts]
+        assert parts == [part.strip("[]") for part in expected], name
     page = SITE["techniques/LoRA.md"]
+    assert page.startswith("# LoRA\n\nLoRA: train a low-rank change of frozen weights")
+    assert "- For less memory: frozen weights need no gradients" in page
+    assert "- It costs two thin matrix products" in page
     assert "automodule:: lit_efficient.callbacks.lora" in page
-    assert "[IA3](IA3.md) | each freezes all parameters except its own" in page
-    assert "python -m benchmarks.dora" in page  # its measured figure
+    assert "- [IA3](IA3.md): each freezes all parameters except its own" in page
+    assert "beside peft's: " in page  # a result of another benchmark
+    assert "| Memory at its peak | 0." in page
     assert "- class_path: LoRA" in page
     assert "from lit_efficient import LoRA" in page
 

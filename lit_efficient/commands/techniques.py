@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lit_efficient.catalog import (
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         help="with --matrix: list which technique works with which strategy, with reasons",
     )
     which.add_argument("--csv", action="store_true", help="print all pairs as a CSV table")
-    which.add_argument("--markdown", action="store_true", help="print the list as a Markdown table")
+    which.add_argument("--markdown", action="store_true", help="print the list by goal as Markdown")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(argv)
     others, refused = read_third_party()
@@ -109,14 +109,8 @@ def listed(cards: Sequence[Card], width: int) -> str:
     others = [card for card in cards if card not in techniques]
     names = max((len(card.name) for card in techniques), default=0)
     lines: list[str] = []
-    for purpose in dict.fromkeys([*PURPOSES, *map(purpose_of, techniques)]):
-        group = [card for card in techniques if purpose_of(card) == purpose]
-        if not group:
-            continue
-        order = [name for name, _ in helping(group, purpose)]
-        # Techniques that `helping` does not rank come last.
-        group.sort(key=lambda card: (card.name not in order, order.index(card.name) if card.name in order else 0))
-        lines.append(PURPOSES.get(purpose, "others"))
+    for title, group in _by_goal(techniques):
+        lines.append(title)
         for card in group:
             lines += _line(card, names, width)
         lines.append("")
@@ -129,6 +123,29 @@ def listed(cards: Sequence[Card], width: int) -> str:
         "`techniques NAME` prints a card, `techniques --for memory` ranks by cost, `techniques --help` lists options."
     )
     return "\n".join([*lines, "", *wrapped(more, width)])
+
+
+def _by_goal(techniques: Sequence[Card]) -> Iterator[tuple[str, list[Card]]]:
+    """Yield each goal with its techniques, the cheapest first; then tasks, data modules and others."""
+    parts = [card for card in techniques if card.slot in ("model", "data")]
+    rest = [card for card in techniques if card not in parts]
+    for purpose in dict.fromkeys([*PURPOSES, *map(purpose_of, rest)]):
+        group = [card for card in rest if purpose_of(card) == purpose]
+        if not group:
+            continue
+        order = [name for name, _ in helping(group, purpose)]
+        # Techniques that `helping` does not rank come last.
+        group.sort(key=lambda card: (card.name not in order, order.index(card.name) if card.name in order else 0))
+        yield PURPOSES.get(purpose, "others"), group
+    for slot in ("model", "data"):
+        group = [card for card in parts if card.slot == slot]
+        if group:
+            yield _PARTS[slot], group
+
+
+def _reason(card: Card) -> str:
+    """Return why one uses a technique, or what it does."""
+    return card.facts.get(purpose_of(card), "").partition(". ")[2] or card.summary.rstrip(".")
 
 
 def _line(card: Card, names: int, width: int) -> list[str]:
@@ -257,11 +274,11 @@ def _pair(row: Card, column: Card, known: dict[tuple[str, str], str]) -> str:
 
 
 def markdown(cards: Sequence[Card]) -> str:
-    """Return the table of techniques as Markdown; docs/techniques.md contains it, and a test compares both."""
-    rows: list[tuple[str, ...]] = [("Technique", "Slot", "Saves", "Costs", "Source"), ("---",) * 5]
-    for card in cards:
-        if card.is_technique and not card.distribution:
+    """Return the list of techniques by goal as Markdown; docs/techniques.md contains it, and a test compares both."""
+    lines: list[str] = []
+    for title, group in _by_goal([card for card in cards if card.is_technique and not card.distribution]):
+        lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
+        for card in group:
             path = card.module.replace(".", "/") + ".py"
-            facts = (card.facts.get(label, "") for label in ("saves", "costs", "source"))
-            rows.append((f"[`{card.name}`]({path})", f"`{card.slot}`", *facts))
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |" for row in rows)
+            lines.append(f"- [`{card.name}`]({path}): {_reason(card)}")
+    return "\n".join(lines[1:])
