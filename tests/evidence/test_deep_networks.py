@@ -8,8 +8,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lit_efficient import EMA, ActivationCheckpointing, CausalLMConfig, GPTConfig, LanguageModeling, LoRA, plan
-from lit_efficient.errors import ConfigurationError
+from lit_efficient import (
+    EMA,
+    ActivationCheckpointing,
+    CausalLMConfig,
+    GPTConfig,
+    LanguageModeling,
+    LoRA,
+    LowBitOptimizer,
+    plan,
+)
+from lit_efficient.errors import ConfigurationError, NoEffectError
 from lit_efficient.evidence.fits import LiveFit
 from lit_efficient.evidence.planning import deep_networks
 from lit_efficient.evidence.planning import plan as planning
@@ -86,3 +95,19 @@ def test_what_each_block_adds_is_counted_as_often_as_it_is_there(shape, techniqu
     assert sum(few.kinds.values()) == few.peak
     assert few.resident == whole.resident
     assert (few.parameters, few.trainable, few.flops) == (whole.parameters, whole.trainable, whole.flops)
+
+
+def test_all_blocks_are_traced_where_a_technique_would_save_nothing_on_few(monkeypatch):
+    """States of the embedding keep 32 bits, which costs more than two blocks of bfloat16 save."""
+    monkeypatch.setitem(SHAPES, "large table", GPTConfig(1024, dim=64, depth=6, num_heads=2, max_length=32))
+    options = {"precision": "bf16-true"}
+    for name, blocks in (("FEW", 2), ("MORE", 3), ("MANY", 5)):
+        monkeypatch.setattr(planning, name, blocks)
+        monkeypatch.setattr(deep_networks, name, blocks)
+    found = planned("large table", LowBitOptimizer(), **options)
+    monkeypatch.setattr(planning, "MANY", 10**6)
+    whole = planned("large table", LowBitOptimizer(), **options)
+    assert (found.peak, found.kinds, found.notes) == (whole.peak, whole.kinds, whole.notes)
+    monkeypatch.setitem(SHAPES, "shallow", GPTConfig(1024, dim=64, depth=2, num_heads=2, max_length=32))
+    with pytest.raises(NoEffectError, match="would take"):
+        planned("shallow", LowBitOptimizer(), **options)

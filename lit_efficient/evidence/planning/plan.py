@@ -9,7 +9,7 @@ The batch consists of the largest samples of the data, if the data is available.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lit_efficient.errors import ConfigurationError, check_choice
+from lit_efficient.errors import ConfigurationError, NoEffectError, check_choice
 from lit_efficient.evidence.few_blocks import FewBlocks
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, FitSource, LiveFit
 from lit_efficient.evidence.memory_kinds import BLOCK, KINDS, Moment
@@ -119,13 +119,22 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
     def traced_with(few: FewBlocks, fit: Fit) -> Traced:
         return trace(fit, lambda: make(few), batch, batches, mode, block, simulated)
 
-    traced = traced_with(few, fit)
-    # The first trace shows whether blocks were removed.
-    if few.before:
-        fewer = FewBlocks(FEW, only_above=MANY)
-        shallow = make(fewer)
-        shallow.data = fit.data  # which is prepared already
-        traced = deepened(traced_with(fewer, shallow), traced, few.before)
+    try:
+        traced = traced_with(few, fit)
+        # The first trace shows whether blocks were removed.
+        if few.before:
+            fewer = FewBlocks(FEW, only_above=MANY)
+            shallow = make(fewer)
+            shallow.data = fit.data  # which is prepared already
+            traced = deepened(traced_with(fewer, shallow), traced, few.before)
+    except NoEffectError:
+        if not few.before:
+            raise
+        # A technique may save nothing on so few blocks, and much on all of them.
+        few = FewBlocks(MORE, only_above=few.before)
+        whole = make(few)
+        whole.data = fit.data
+        traced = traced_with(few, whole)
     amount, unit = count_batch(batch)
     memory = traced.memory
     return Plan(
