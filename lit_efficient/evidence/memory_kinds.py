@@ -6,6 +6,10 @@ The kind of a storage is its final use. A tensor that a backward pass creates is
 gradient of a parameter. A tensor that an optimizer step creates is temporary, unless it becomes an optimizer state. The
 meter observes operators through torch's dispatcher, for real and for fake tensors. It does not see scratch memory
 inside a kernel.
+
+Where a tensor is used several times, autograd adds the gradients of its uses. It adds in place if the first one is no
+view and nobody else holds it, but never if a dispatch mode is active or the tensors are fake. The meter counts such a
+sum as made in place, as it would be without the meter.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from lit_efficient.internals.torch_dispatch import (
     backward_runs,
     is_traceable_wrapper_subclass,
     no_dispatch_modes,
+    running_node,
     storage_id,
 )
 from lit_efficient.internals.torch_trees import tree_leaves
@@ -84,11 +89,12 @@ class StepMemory:
 class _Piece:
     """A storage."""
 
-    __slots__ = ("away", "kind", "ref", "size")
+    __slots__ = ("away", "kind", "node", "ref", "size")
 
-    def __init__(self, size: int, kind: str, away: bool) -> None:
+    def __init__(self, size: int, kind: str, away: bool, node: tuple[str, int] | None = None) -> None:
         self.size = size
         self.kind = kind
+        self.node = node  # of the backward pass that created it
         self.away = away  # in CPU memory, if the device is another one
         self.ref: weakref.ref[object] | None = None
 
@@ -122,6 +128,8 @@ class KindMeter(TorchDispatchMode):
         self._pieces: dict[int, _Piece] = {}  # that are allocated, by the identity of the storage
         self._log: list[tuple[_Piece, bool, str]] = []  # piece, whether it was created or freed, phase
         self._start: list[_Piece] = []
+        # First summand of autograd's last sum, and index of the sum in the log.
+        self._sum: tuple[_Piece, int] | None = None
         self._watched: dict[int, RemovableHandle] = {}
         self._vocabularies: set[int] = set()
         self._watching: contextlib.ExitStack | None = None
@@ -260,7 +268,7 @@ class KindMeter(TorchDispatchMode):
         key = storage_id(storage)
         if key in self._pieces or place not in (self.device, "cpu"):
             return
-        piece = _Piece(storage.nbytes(), kind, away=place != self.device)
+        piece = _Piece(storage.nbytes(), kind, place != self.device, running_node())
         piece.ref = self._reference(storage)
         self._pieces[key] = piece
         self._log.append((piece, True, self._now()))
@@ -272,8 +280,13 @@ class KindMeter(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         piece = self._pieces.pop(key, None)
-        if piece is not None:
-            self._log.append((piece, False, self._now()))
+        if piece is None:
+            return
+        entry = (piece, False, self._now())
+        if self._sum is not None and self._sum[0] is piece and self._sum[1] == len(self._log) - 1:
+            self._log.insert(self._sum[1], entry)  # the sum takes its place
+        else:
+            self._log.append(entry)
 
     def _now(self) -> str:
         return "backward" if backward_runs() else self.phase
@@ -299,7 +312,23 @@ class KindMeter(TorchDispatchMode):
                 for storage, place in storages_of(item):
                     if storage_id(storage) not in self._pieces and not _is_in(storage, (args, kwargs)):
                         self._add(storage, place, self._kind(item))
+                        if func is torch.ops.aten.add.Tensor:
+                            self._note_sum(storage, args[0])
         return result
+
+    def _note_sum(self, storage: torch.UntypedStorage, first: object) -> None:
+        """Note a sum that autograd makes in place if its first summand is freed next, because nobody else holds it.
+
+        The first summand comes from an earlier node. A node that adds its own tensors makes a new tensor.
+        """
+        node = running_node()
+        if node is None or not isinstance(first, Tensor) or first._is_view():
+            return
+        made = self._pieces.get(storage_id(storage))
+        for other, _ in storages_of(first):
+            piece = self._pieces.get(storage_id(other))
+            if made and piece and piece.node not in (None, node) and piece.size == made.size:
+                self._sum = (piece, len(self._log) - 1)
 
 
 class StepMeter(Callback):

@@ -25,6 +25,7 @@ __all__ = [
     "no_dispatch_modes",
     "operator_of",
     "recomputes",
+    "running_node",
     "saving_hooks",
     "storage_id",
     "truncated_draws",
@@ -63,6 +64,15 @@ def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | 
 def backward_runs() -> bool:
     """Return whether a backward pass is running in this thread: ``torch._C._current_graph_task_id``."""
     return torch._C._current_graph_task_id() >= 0
+
+
+def running_node() -> tuple[str, int] | None:
+    """Return name and number of the node whose gradients a backward pass computes or adds to those of other nodes.
+
+    ``torch._C._current_autograd_node``; ``None`` outside of a backward pass.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr())
 
 
 def after_backward(function: Callable[[], None]) -> None:

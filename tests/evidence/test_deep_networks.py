@@ -20,8 +20,10 @@ from lit_efficient import (
 )
 from lit_efficient.errors import ConfigurationError, NoEffectError
 from lit_efficient.evidence.fits import LiveFit
+from lit_efficient.evidence.memory_kinds import Moment, StepMemory
 from lit_efficient.evidence.planning import deep_networks
 from lit_efficient.evidence.planning import plan as planning
+from lit_efficient.evidence.planning.traced_step import Traced
 from lit_efficient.models.libraries.causal_lm import build
 
 SHAPES: dict[str, Any] = {
@@ -111,3 +113,23 @@ def test_all_blocks_are_traced_where_a_technique_would_save_nothing_on_few(monke
     monkeypatch.setitem(SHAPES, "shallow", GPTConfig(1024, dim=64, depth=2, num_heads=2, max_length=32))
     with pytest.raises(NoEffectError, match="would take"):
         planned("shallow", LowBitOptimizer(), **options)
+
+
+def test_the_peak_of_few_blocks_at_the_start_of_a_backward_pass_is_not_mixed_with_that_of_more_at_its_end():
+    """As with a large tied table: its gradient in float32 is the peak of four blocks, gradients of blocks of eight."""
+
+    def traced(blocks: int) -> Traced:
+        moments = [Moment("forward", {"weights": blocks}), Moment("backward", {"weights": blocks, "activations": 21})]
+        for block in range(blocks):
+            for place in range(8):
+                activations = 17 if place == 3 else 9
+                moments.append(Moment("backward", {"weights": blocks, "gradients": block, "activations": activations}))
+        moments.append(Moment("backward", {"weights": blocks, "gradients": blocks + 8}))
+        top = max(moments, key=lambda moment: moment.bytes)
+        return Traced(StepMemory(top.bytes, top.kinds, moments[-1].kinds, 0, tuple(moments)), 0, 0, 0, ())
+
+    few, more, whole = traced(4), traced(8), traced(28)
+    assert few.memory.kinds["activations"] == 21
+    assert more.memory.kinds["activations"] == 17
+    found = deep_networks.deepened(few, more, 28).memory
+    assert (found.peak, dict(found.kinds)) == (whole.memory.peak, dict(whole.memory.kinds))

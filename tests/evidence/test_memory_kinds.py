@@ -1,12 +1,19 @@
 """Tests of memory by kind, against sums by hand and the meter of all bytes."""
 
+import contextlib
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
 import lightning.pytorch as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_efficient import EMA, LoRA
-from lit_efficient.evidence.memory_kinds import KINDS, StepMeter
+from lit_efficient.evidence.memory_kinds import KINDS, KindMeter, StepMeter
+from lit_efficient.internals.torch_fake import FakeTensorMode
 from lit_efficient.mechanisms.trials.memory import AllocationMeter
 
 VOCABULARY, WIDTH, TOKENS = 48, 16, 64
@@ -79,3 +86,56 @@ def test_adapters_are_apart() -> None:
     assert resident["adapters"] == resident["gradients"] == added
     assert resident["weights"] == 4 * sum(p.numel() for p in module.parameters()) - added
     assert not any(p._backward_hooks for p in module.parameters())  # the meter takes its hooks off
+
+
+def _peak_without_a_meter(step: Callable[[], None]) -> int:
+    """Return the peak of the bytes that a step allocates, as torch's profiler records them."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize(
+    ("head", "tables"),
+    [
+        (lambda hidden, table: table @ hidden.T, 2),  # the second gradient is added to the first
+        (F.linear, 3),  # its gradient is a view, to which autograd does not add
+        (lambda hidden, table: (table @ hidden.T) * (table @ (2 * hidden.T)), 2),  # three uses
+    ],
+)
+def test_gradients_of_several_uses_are_added_as_without_a_meter(head: Any, tables: int, fake: bool) -> None:
+    def step(ids: Tensor, table: Tensor) -> None:
+        head(F.embedding(ids, table), table).sum().backward()
+
+    ids = torch.arange(2)
+    real = nn.Parameter(torch.randn(4096, WIDTH))
+    expected = _peak_without_a_meter(lambda: step(ids, real))
+    assert expected == pytest.approx(tables * real.nbytes, rel=0.15)  # logits are small
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext():
+        table = nn.Parameter(torch.empty(4096, WIDTH))
+        meter = KindMeter()
+        meter.know(nn.ParameterList([table]))
+        meter.step()
+        with meter:
+            step(ids, table)
+    assert meter.step().peak - table.nbytes == pytest.approx(expected, rel=0.01)
+
+
+def test_a_sum_that_a_node_makes_of_its_own_tensors_is_new() -> None:
+    class Sums(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient.new_ones(1024) + gradient.new_ones(1024)
+
+    x = torch.zeros(1024, requires_grad=True)
+    loss = Sums.apply(x)
+    meter = KindMeter()
+    with meter:
+        loss.backward()
+    assert meter.step().peak >= 3 * x.nbytes

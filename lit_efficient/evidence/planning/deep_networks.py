@@ -2,8 +2,9 @@
 
     v(n) = v(b) + (n - b) (v(b) - v(a)) / (b - a),    by kind, at the highest points of each phase of the step
 
-The peak at n blocks is the highest of these points, which may be another one than at b blocks. The end of a backward
-pass, from the last half of a block on, is a separate phase, because gradients grow there while activations shrink.
+The peak at n blocks is the highest of these points, which may be another one than at b blocks. Gradients grow in a
+backward pass while activations shrink, so its highest point may be at its beginning in a shallow network and at its end
+in a deep one. Three parts of it are separate phases therefore: a first quarter, the last half of a block, and the rest.
 """
 
 from collections.abc import Mapping
@@ -52,14 +53,18 @@ def deepened(few: Traced, more: Traced, blocks: int) -> Traced:
     )
 
 
-def _tops(memory: StepMemory, blocks: int) -> Mapping[tuple[str, bool], Bytes]:
-    """Return the highest point of each phase by kind. The flag marks the last half of a block of a backward pass."""
-    found: dict[tuple[str, bool], Moment] = {}
+def _tops(memory: StepMemory, blocks: int) -> Mapping[tuple[str, str], Bytes]:
+    """Return the highest point of each phase, and of each part of a backward pass, by kind."""
+    found: dict[tuple[str, str], Moment] = {}
     # Each phase has its own growth for each block.
     for name, run in groupby(memory.timeline, key=lambda moment: moment.name):
         moments = list(run)
         for i, moment in enumerate(moments):
-            part = (name, name == "backward" and 2 * blocks * (len(moments) - i) <= len(moments))
+            part = (name, "")
+            if name == "backward" and 4 * i < len(moments):
+                part = (name, "first quarter")
+            elif name == "backward" and 2 * blocks * (len(moments) - i) <= len(moments):
+                part = (name, "last half of a block")
             if part not in found or moment.bytes > found[part].bytes:
                 found[part] = moment
     return {part: moment.kinds for part, moment in found.items()}
