@@ -55,7 +55,8 @@ class Sampler:
             embedding of the empty caption, or ``zeros``, as in SDXL. null takes that of the network's pipeline, or
             encoded.
         options: Arguments of a scheduler that is named by its class, such as use_karras_sigmas or timestep_spacing.
-            Those that are not given come from the network's pipeline, if it has one.
+            Those that are not given come from the network's pipeline, if it has one. thresholding and clip_sample are
+            for networks of pixels in [-1, 1].
     """
 
     name: str = "builtin"

@@ -57,6 +57,7 @@ _OF_TRAINING = (
     "sigma_data",
 )
 _USUAL = {"clip_sample": False, "timestep_spacing": "trailing"}
+_CLIPPING = ("thresholding", "clip_sample")  # options that keep estimates of the data in [-1, 1]
 _TABLE_TOLERANCE = 1e-4  # schedulers replace the last 0 of zero terminal SNR, and compute in float32
 _PROBE_TOLERANCE = 0.15  # DDIM without set_alpha_to_one leaves the noise of the first entry of the table
 
@@ -185,12 +186,19 @@ def sample_with_named(
     return x
 
 
+def clips(sampler: Sampler) -> bool:
+    """Return whether the sampler keeps its estimates of the data in [-1, 1], the range of pixels."""
+    return any((sampler.options or {}).get(name) for name in _CLIPPING)
+
+
 def check_named(process: DiffusionProcess, sampler: Sampler, prediction: Prediction, steps: int) -> None:
     """Raise ConfigurationError unless the scheduler leads from noise to data in ``steps`` steps.
 
     The network of this probe knows the data, four numbers, so that its prediction is exact at each time.
     """
     data = torch.tensor([[[[-1.0, 0.5], [1.5, 0.0]]]])
+    if clips(sampler):
+        data = data.clamp(-1.0, 1.0)
     noise = torch.tensor([[[[0.3, -0.8], [1.1, -0.4]]]])
 
     def exact(state: Tensor, times: Tensor) -> Tensor:

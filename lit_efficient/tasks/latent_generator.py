@@ -27,6 +27,7 @@ from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler
+from lit_efficient.losses.named_schedulers import clips
 from lit_efficient.losses.noise_process import DiffusionProcess, Schedule
 from lit_efficient.losses.timesteps import on_latents, shift_at
 from lit_efficient.mechanisms.adapters.added_rows import AddedRows, add_words
@@ -218,6 +219,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         self.check_latents(channels, height, width)
         if data.codec is not None:
             self.codec = data.codec
+            self._check_clipping()
         self.text_encoder = getattr(data, "text_encoder", None) or self.text_encoder
         self.text_is_stored = getattr(data, "caches_text", False)
         if stage == "fit":
@@ -243,6 +245,11 @@ class LatentGenerator(ChecksTypes, LightningModule):
             self._preview = PreviewDecoder(self._decoder(), self.samples.preview)
             if self.samples.preview.draws_weights:
                 rank_zero_info("LatentDiffusion: samples.preview has random weights, so its images are meaningless")
+
+    def _check_clipping(self) -> None:
+        if self.codec is not None and clips(self.sampler):
+            allowed = "without thresholding and clip_sample unless the data is pixels in [-1, 1], to which both clip"
+            check("sampler.options", self.sampler.options, allowed, self.codec.keeps_pixels)
 
     def configure_model(self) -> None:
         if self.network is not None:
@@ -597,6 +604,7 @@ class LatentGenerator(ChecksTypes, LightningModule):
         size: tuple[int, int] | None = None,
         negative: str | None = None,
     ) -> Tensor:
+        self._check_clipping()
         scale = guidance_scale
         if scale is None:
             scale = self.guidance_scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from torch import Tensor
 
 from lit_efficient import ConfigurationError, DiffusersModelConfig, DiTConfig, LatentDiffusion, Samples
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
+from lit_efficient.models.libraries.latent_codec import LatentCodec
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
 from tests import tiny_pipelines
 from tests.tasks.test_pipeline_predictions import CAPTION, called
@@ -52,7 +55,12 @@ FLOW = (
     "FlowMatchHeunDiscreteScheduler",
     "UniPCMultistepScheduler",
 )
-BY_RESOLUTION = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
+BY_RESOLUTION = (
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "FlowMatchEulerDiscreteScheduler",
+    "UniPCMultistepScheduler",
+)
 CASES = [
     *(("sd15", name, {}) for name in TABLE),
     *(("sd2", name, {}) for name in ZERO_SNR),
@@ -64,6 +72,14 @@ CASES = [
     ("sd15", "EulerDiscreteScheduler", {"use_karras_sigmas": True}),
     ("sd15", "DDIMScheduler", {"set_alpha_to_one": False}),
 ]
+
+
+class Pixels(torch.nn.Module):
+    """An autoencoder that leaves images as they are."""
+
+    image_channels = 3
+    latent_channels = 3
+    factor = 1
 
 
 def check_latents(family: str, name: str, options: dict[str, Any], folder: Path) -> None:
@@ -81,7 +97,8 @@ def check_latents(family: str, name: str, options: dict[str, Any], folder: Path)
     if module.process.schedule == "flow" and not name.startswith("FlowMatch"):
         shift = module.sampler_at((8, 8)).shift
         flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
-        fields |= flow | {"use_dynamic_shifting": False}
+        # Flux's pipeline passes the logarithm of its shift, which DPM-Solver refuses without this field.
+        fields |= flow | {"use_dynamic_shifting": family == "flux" and name.startswith("DPMSolver")}
     pipeline.scheduler = getattr(diffusers, name).from_config(fields)
     theirs = called(pipeline, 5.0, "Blurry", STEPS, "latent")
     if theirs.ndim == 3:
@@ -103,6 +120,7 @@ def check_latents(family: str, name: str, options: dict[str, Any], folder: Path)
         ("sd2", "DPMSolverMultistepScheduler"),
         ("sd3", "FlowMatchHeunDiscreteScheduler"),
         ("flux", "FlowMatchEulerDiscreteScheduler"),
+        ("flux", "DPMSolverMultistepScheduler"),
     ],
 )
 def test_latents_are_those_of_the_pipeline_with_this_scheduler(family: str, name: str, tmp_path: Path) -> None:
@@ -201,3 +219,45 @@ def test_a_network_from_scratch_is_sampled_and_each_image_has_its_own_noise(
     alone = module.sample(torch.tensor([2]), torch.Generator().manual_seed(4))
     assert both.isfinite().all()
     torch.testing.assert_close(both[1:], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("DDIMScheduler", {"thresholding": True, "dynamic_thresholding_ratio": 0.9, "sample_max_value": 1.5}),
+        ("DPMSolverMultistepScheduler", {"thresholding": True}),
+        ("DDPMScheduler", {"clip_sample": True}),
+    ],
+)
+def test_pixels_are_thresholded_as_in_diffusers(name: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"schedule": "linear", "prediction": "eps", "sampling_steps": STEPS, "guidance_scale": 1.0}
+    backbone = DiTConfig(channels=3, size=8, width=16, depth=1, heads=2, num_classes=3)
+    module = LatentDiffusion(backbone, sampler=Sampler(name, options=options), samples=Samples(0), **given)
+    module.configure_model()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    module.codec = LatentCodec(Pixels(), torch.zeros(3), torch.ones(3))
+    labels = torch.arange(3)
+    ours = module.eval().sample(labels, torch.Generator().manual_seed(1))
+
+    def drawn(**fields: Any) -> Tensor:
+        betas = {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
+        known = {"clip_sample": False, "timestep_spacing": "trailing", **betas, **fields}
+        taken = inspect.signature(getattr(diffusers, name).__init__).parameters
+        scheduler = getattr(diffusers, name)(**{key: value for key, value in known.items() if key in taken})
+        scheduler.set_timesteps(STEPS)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn((3, 3, 8, 8), generator=generator)
+        draws = {"generator": generator} if name != "DPMSolverMultistepScheduler" else {}
+        for timestep in scheduler.timesteps:
+            with torch.no_grad():
+                predicted = module.network(x, timestep.expand(3) / 1000, labels)
+            x = scheduler.step(predicted, timestep, x, return_dict=False, **draws)[0]
+        return x
+
+    torch.testing.assert_close(ours, drawn(**options), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(ours, drawn(), atol=1e-2)
+    module.codec = LatentCodec(Pixels(), torch.zeros(3), torch.full((3,), 0.5))
+    with pytest.raises(ConfigurationError, match=r"sampler.options must be without thresholding and clip_sample"):
+        module.sample(labels)

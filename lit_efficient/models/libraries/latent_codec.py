@@ -210,6 +210,11 @@ class LatentCodec:
             raise refusal("LatentCodec", "mean and std", allowed, (self.mean.tolist(), self.std.tolist()))
 
     @property
+    def keeps_pixels(self) -> bool:
+        """Return whether normalised latents are the pixels in [-1, 1] themselves."""
+        return self.factor == 1 and not self.mean.any() and bool((self.std == 1).all())
+
+    @property
     def autoencoder(self) -> Any:
         """Return the model; one on disk is loaded."""
         if isinstance(self.held, AutoencoderOnDisk):
