@@ -1,12 +1,14 @@
 """Compare our chunked cross-entropy with F.cross_entropy, torch's fused function and Liger's: memory and time.
 
     python -m benchmarks.cross_entropy [--tokens 2048] [--width 512] [--vocabularies 32000 128256 256000] [--chunks 256]
+                                       [--only ours]
 
 Measures one forward and backward pass of a language model's head without earlier gradients. Each pass runs in a
 separate process after a warm-up on a small vocabulary. Rounds are interleaved, so that other load slows all contenders
 alike. Memory is the growth of the resident set at its peak, beyond hidden states and weight (max_memory_allocated on a
 GPU). Time is the median over rounds of the process's CPU time on one thread (of the device's time on a GPU). The line
-`gradients` is the lower bound: (V + N) H numbers.
+`gradients` is the lower bound: (V + N) H numbers. The line `ours` has the chunks that are chosen for the device;
+``--chunks`` are those of other lines. ``--only`` measures F.cross_entropy and the contenders that it names.
 
 Output with `--vocabularies 32000 128256` on two vCPUs of a Xeon at 2.5 GHz under other load, torch 2.13.0. Lines with a
 star are means of two runs:
@@ -75,7 +77,7 @@ def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return liger_fused_linear_cross_entropy(hidden, weight, labels, accum_dtype=torch.float32)
 
 
-def ours_in(chunk: int, backend: str = "torch") -> Loss:
+def ours_in(chunk: int | None, backend: str = "torch") -> Loss:
     return lambda *tensors: chunked_cross_entropy(*tensors, chunk_size=chunk, backend=backend)
 
 
@@ -87,7 +89,7 @@ def contenders(chunks: list[int], device: str) -> dict[str, Loss]:
     if device.startswith("cuda") and installed():
         found["Liger"] = liger
         found |= {f"ours, Liger's kernel, {size}": ours_in(size, "liger") for size in chunks}
-    return found | {f"ours, chunks of {size}": ours_in(size) for size in chunks}
+    return found | {"ours": ours_in(None)} | {f"ours, chunks of {size}": ours_in(size) for size in chunks}
 
 
 def step(loss: Loss, vocabulary: int, tokens: int, options: argparse.Namespace) -> Callable[[], None]:
@@ -143,6 +145,8 @@ def measured(name: str, vocabulary: int, options: argparse.Namespace) -> dict[st
 def compare(vocabulary: int, options: argparse.Namespace) -> None:
     """Print the table of one vocabulary size."""
     names = list(contenders(options.chunks, options.device))
+    if options.only:
+        names = [DENSE, *options.only]
     found = {name: [] for name in names}
     for _ in range(options.rounds):
         for name in names:
@@ -151,9 +155,9 @@ def compare(vocabulary: int, options: argparse.Namespace) -> None:
     times = {name: median(one["seconds"] for one in rounds) for name, rounds in found.items()}
     floor = (vocabulary + options.tokens) * options.width * getattr(torch, options.dtype).itemsize
     print(f"\nvocabulary {vocabulary:,}")
-    print(f"  {'gradients':26} {floor / 2**20:7.0f} MiB  {floor / peaks[DENSE]:5.2f} x")
+    print(f"  {'gradients':26} {floor / 2**20:7.0f} MiB  {floor / peaks[DENSE]:5.3f} x")
     for name in names:
-        memory = f"{peaks[name] / 2**20:7.0f} MiB  {peaks[name] / peaks[DENSE]:5.2f} x"
+        memory = f"{peaks[name] / 2**20:7.0f} MiB  {peaks[name] / peaks[DENSE]:5.3f} x"
         print(f"  {name:26} {memory}   {times[name]:8.2f} s  {times[name] / times[DENSE]:5.2f} x", flush=True)
 
 
@@ -163,6 +167,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_256, 256_000])
     parser.add_argument("--chunks", type=int, nargs="+", default=[CHUNK_SIZE])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders to measure beside F.cross_entropy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])

@@ -43,7 +43,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, tokens: np.ndarray, length: int, token_bytes: np.ndarray | None = None) -> None:
-        self.tokens = tokens
+        self.tokens = np.asarray(tokens)  # each slice of a memmap calls seven functions of Python
         self.length = length
         self.token_bytes = token_bytes
 
