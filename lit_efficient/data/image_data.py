@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lit_efficient.data.images.aspect_buckets import nearest_shapes
 from lit_efficient.data.images.caption_rules import CaptionRules
+from lit_efficient.data.images.class_images import stand_ins
 from lit_efficient.data.images.image_columns import ImageColumns
 from lit_efficient.data.images.image_judge import CaptionJudge, ImageJudge, ImageScores
 from lit_efficient.data.images.image_module import ImageModule, hold_out
@@ -145,6 +146,7 @@ class ImageData(ImageModule):
         self.roles: tuple[str, ...] = ()
         self.loss_weights: np.ndarray | None = None
         self.network: object = None  # description of the trained network, whose pipeline makes class images
+        self.planned = False  # black images take the place of class images that do not exist
         self._sets: list[StoredSet] = []
         self._judge: ImageJudge | None = None
         self._caption_judge: CaptionJudge | None = None
@@ -313,8 +315,10 @@ class ImageData(ImageModule):
         """Return a set of class images from a pipeline. ``makes`` makes those that do not exist."""
         assert about.generate is not None
         assert about.prompt is not None
-        trained = self.network or getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
         side = (about.view or self.view).resolution
+        if self.planned:
+            return replace(about, images=stand_ins(number, side, self.cache_dir), captions=None, generate=None)
+        trained = self.network or getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
         folder = about.generate.folder(trained, about.prompt, side, self.cache_dir)
         if makes:
             about.generate.make(folder, number, trained, about.prompt, side)

@@ -63,7 +63,8 @@ class LatentData(KeyedModule):
         images: Source of the images: ``DigitImages``, ``PhotoCrops``, ``ImageData``, or another ``ImageSource``.
         autoencoder: A model of diffusers; the path of a checkpoint of ``Autoencoding``; or the configuration of this
             package's autoencoder, with random weights that are always the same. null takes the autoencoder of the
-            pipeline from which the trained network comes, and its text encoders unless ``text_encoder`` names others.
+            pipeline from which the trained network comes, and its text encoders unless ``text_encoder`` names others:
+            frozen ones in the number format of the network.
         text_encoder: Encoder of the captions. null beside an ``autoencoder``: batches hold the captions as text, if
             there are any.
         features: Frozen encoder whose features come with each batch, for ``HiddenAlignment(teacher=None)``.
@@ -313,13 +314,15 @@ class LatentData(KeyedModule):
         return self._encoders
 
     def build_encoders(self, without_values: Callable[[], AbstractContextManager[None]]) -> None:
-        """Build the encoders for a plan, which needs neither their weights nor a cache.
+        """Build the encoders for a plan, which needs neither their weights nor a cache, and no class images.
 
         Only models of diffusers and transformers without a teacher are built in this way.
 
         Args:
             without_values: Context in which tensors have shapes alone.
         """
+        if hasattr(self.images, "planned"):
+            self.images.planned = True
         if self.features is not None:
             return
         text = self.text_encoder_config

@@ -1,5 +1,6 @@
 """DreamBooth from 15 photographs to diffusers' pipeline, by the recipes as they are."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,18 @@ def test_photographs_become_a_lora_that_the_pipeline_loads(tmp_path, monkeypatch
     loaded = sum("lora_" in name for name, _ in network.named_parameters())
     assert loaded == sum("lora_" in name for name in saved) > 0
     assert (drawn() - before).abs().max() > 1e-4
+
+
+@pytest.mark.turns(2, family="plans of DreamBooth")
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_a_plan_makes_no_class_images(tmp_path, monkeypatch, capsys, family):
+    """Nor does it read weights of the pipeline that would make them. Batches are as large as with 24 of them."""
+    monkeypatch.setenv("LIT_EFFICIENT_CACHE", str(tmp_path))
+    local_name(f"tiny:{family}")
+    for file in (tmp_path / "tiny").rglob("*.safetensors"):
+        file.unlink()
+    asked = ["--data.images.batch_size", "30", "--json", "--no_advice"]
+    assert main(["plan", "-c", f"diffusion/dreambooth_{family}", *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["batch"] == 30
+    pictures = list((tmp_path / "class_images").rglob("*.png"))
+    assert [Image.open(picture).getextrema() for picture in pictures] == [((0, 0),) * 3] * 24

@@ -11,8 +11,10 @@ Source: Ruiz et al. (2022), https://arxiv.org/abs/2208.12242; https://github.com
 """
 
 import gc
+import shutil
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
 from lit_efficient.files.atomic_file import replacing
-from lit_efficient.files.cache import cache_folder
+from lit_efficient.files.cache import cache_folder, prepared_folder
 from lit_efficient.files.file_hashes import hash_files
 from lit_efficient.internals.hugging_face import bars_on_terminals
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
@@ -125,6 +127,20 @@ class ClassImages:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+
+def stand_ins(number: int, side: int, cache_dir: str | None) -> str:
+    """Return a folder of black images with ``side`` squared pixels, for a plan, which needs no values."""
+    folder = cache_folder(cache_dir, "class_images/plan", [number, side])
+    return str(prepared_folder(folder, partial(_write_black, number, side), lambda place: None))
+
+
+def _write_black(number: int, side: int, folder: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (side, side)).save(folder / _name(0))
+    for n in range(1, number):
+        shutil.copyfile(folder / _name(0), folder / _name(n))
 
 
 def _name(number: int) -> str:
