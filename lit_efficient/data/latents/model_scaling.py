@@ -17,6 +17,9 @@ def pipeline_encoders(
 ) -> tuple[DiffusersModelConfig, TextEncoderConfig | None]:
     """Return the autoencoder, and the text encoders if there are any, of the pipeline of the network that is trained.
 
+    Frozen text encoders have the number format of the network, as in the training scripts of diffusers: with a network
+    in bfloat16, T5-XXL takes half of the memory. The autoencoder and text encoders that train are in float32.
+
     Args:
         data: The data module.
         backbone: The network; ``None`` takes that of the trainer's module.
@@ -40,8 +43,14 @@ def pipeline_encoders(
         backbone = replace(backbone, name_or_path=place)
     text = None
     if text_kind(index) is not None:
+        module = None if data.trainer is None else data.trainer.lightning_module
+        trains = getattr(module, "text_training", None) is not None
         text = TextEncoderConfig(
-            backbone.name_or_path, config=backbone.config, revision=backbone.revision, variant=backbone.variant
+            backbone.name_or_path,
+            config=backbone.config,
+            revision=backbone.revision,
+            variant=backbone.variant,
+            dtype="float32" if trains else backbone.dtype,
         )
     return replace(backbone, subfolder="vae", config_fields=None, dtype="float32"), text
 

@@ -64,6 +64,44 @@ def test_a_config_trains_on_a_tiny_pipeline_and_its_encoders(family: str) -> Non
     assert data.codec.std.tolist() == pytest.approx([1 / scale] * 4)
 
 
+@pytest.mark.turns(2)
+@pytest.mark.filterwarnings("ignore:FusedAdamW steps")  # of the network, which trains as a whole here
+@pytest.mark.parametrize(("family", "asked"), [("sdxl", {"do_classifier_free_guidance": False}), ("flux", {})])
+def test_frozen_text_encoders_have_the_format_of_the_network(
+    family: str, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in diffusers' training scripts. Embeddings in the cache are those of its pipeline in that format."""
+    import diffusers
+
+    given = ["-c", written(), NETWORK, f"tiny:{family}", "--model.backbone.dtype=bfloat16"]
+    given.append("--trainer.precision=bf16-mixed")
+    parts: Any = Parts(args=["fit", *given])
+    parts.trainer.fit(parts.model, parts.datamodule)
+    data = parts.datamodule
+    assert {p.dtype for part in data.text_encoder.parts for p in part.network.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in data.codec.autoencoder.network.parameters()} == {torch.float32}
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(local_name(f"tiny:{family}")))
+    pipeline.to(torch.bfloat16)
+    prompt = "an orange dahlia"
+    with torch.no_grad():
+        expected = pipeline.encode_prompt(prompt=prompt, prompt_2=None, device="cpu", **asked)
+    found = data.text_encoder.encode([prompt]).hidden
+    assert found.dtype == expected[0].dtype == torch.bfloat16
+    assert torch.equal(found, expected[0])
+    index = next(i for i in data.images.train_index if data.images.captions_of(i) == [prompt])
+    assert torch.equal(data.items[index, 0]["text"], found[0])
+    assert main(["cache-latents", *given]) == 0
+    assert "nothing to encode" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:FusedAdamW steps")
+def test_a_text_encoder_that_trains_is_in_float32() -> None:
+    asked = ["--model.text_training={}", "--data.cached_text=false", "--model.backbone.dtype=bfloat16"]
+    parts: Any = Parts(args=["fit", "-c", written(), *asked, "--trainer.precision=bf16-mixed"])
+    parts.trainer.fit(parts.model, parts.datamodule)
+    assert {p.dtype for p in parts.model.text_networks.parameters()} == {torch.float32}
+
+
 def test_a_folder_takes_the_place_of_the_tiny_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     import diffusers
 
