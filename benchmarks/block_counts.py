@@ -6,9 +6,12 @@
 Shapes are those of Llama 3.2 3B, with 2 rows of 4,096 tokens. Nothing is computed: the tensors have no values. The
 counts of a block are those of a network of two blocks less those of one block. An operator that only changes shape or
 strides launches nothing. A launch reads each argument and writes each result once; numbers that a tensor repeats count
-once. Attention counts as one launch, as do torch's RMSNorm and each kernel of Liger.
+once. Attention counts as one launch, as does torch's RMSNorm. Kernels of Liger count where Triton would launch
+them. A compiled function counts as the kernels that inductor makes of it: one forward for each result and one backward
+for each input, except that all inputs of a gated product have one (tests/test_block_counts.py counts them).
 
-torchtune is counted where the package is installed. The last line counts the loss in chunks with the head's gradient.
+torchtune and Liger are counted where the packages are installed. The last lines count the loss in chunks with the
+head's gradient, and a step of AdamW for a weight of 4,096 x 1,024 in bfloat16.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +31,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lit_efficient as le
+import lit_efficient.models.networks.gpt
 from benchmarks.ladder_gpu import SHAPES
 from lit_efficient.application import apply
+from lit_efficient.callbacks import memory_efficient_layers as layers
 from lit_efficient.internals import torch_as_cuda
 from lit_efficient.internals.torch_as_cuda import as_cuda
 from lit_efficient.losses.chunked_cross_entropy import chunked_cross_entropy
 from lit_efficient.mechanisms.adapters import base
+from lit_efficient.mechanisms.blocks import rotary
+from lit_efficient.optimizers.low_bit import to_low_bit
+from lit_efficient.surgery import mix_in, mix_under
 
 ROWS, LENGTH, VOCABULARY = 2, 4096, 1024
 HEAD = 128_256  # words of the head that is counted alone
 SHAPE = SHAPES["3B"]
+STEPPED = (4096, 1024)  # shape of a weight that an optimizer steps
 RANK = 16
+ONLY_READ = ("g", "grads", "qmap1", "qmap2")  # arguments that optimizers declare as written
 FREE = {
     *("view", "_unsafe_view", "reshape", "expand", "transpose", "t", "permute", "unsqueeze", "squeeze", "slice"),
     *("select", "split", "split_with_sizes", "chunk", "detach", "alias", "as_strided", "unbind", "_reshape_alias"),
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "promote_types", "device"),
+    *("_record_function_enter_new", "_record_function_exit"),
 }
 
 
@@ -59,13 +71,28 @@ class Kernels(TorchDispatchMode):
         if name not in FREE:
             # A tensor to write to is the result, and often the first argument, too: it is read and written once.
             read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
-            self.add(name, args, read, out)
+            written = out
+            if out is None:  # it returns nothing
+                arguments = zip(args, func._schema.arguments, strict=False)
+                changed = [(value, one) for value, one in arguments if one.alias_info is not None]
+                written = [value for value, one in changed if one.alias_info.is_write and one.name not in ONLY_READ]
+            self.add(name, args, read, written)
         return out
 
     def add(self, name: str, *read_and_written: object) -> None:
         """Count a launch that reads and writes these tensors."""
         self.launches[name] += 1
         self.bytes[name] += sum(_bytes(one) for one in tree_leaves(read_and_written) if isinstance(one, Tensor))
+
+    @contextlib.contextmanager
+    def as_one(self, name: str, *read: object, launches: int = 1) -> Iterator[list[Tensor]]:
+        """Count all that runs inside as launches that read ``read`` and write the tensors that the list receives."""
+        before = (self.launches.copy(), self.bytes.copy())
+        written: list[Tensor] = []
+        yield written
+        self.launches, self.bytes = before
+        self.add(name, *read, *written)
+        self.launches[name] += launches - 1
 
     def less(self, other: "Kernels") -> "Kernels":
         """Return the counts without those of another."""
@@ -106,10 +133,62 @@ def counted_norms(kernels: list[Kernels]) -> Iterator[None]:
         norm.forward, norm.backward = staticmethod(forward), staticmethod(backward)
 
 
+@contextlib.contextmanager
+def counted_compilation(kernels: list[Kernels]) -> Iterator[None]:
+    """Count functions that torch.compile would make kernels of into the last of ``kernels``."""
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, function: Any, arguments: Any, *tensors: Tensor) -> Any:
+            ctx.gated = function is layers._activated_product
+            ctx.save_for_backward(*tensors)
+            with kernels[-1].as_one("compiled", tensors) as written:
+                out = function(*arguments)
+                written.extend([out] if isinstance(out, Tensor) else out)
+            kernels[-1].launches["compiled"] += len(written) - 1
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            tensors = ctx.saved_tensors
+            needed = ctx.needs_input_grad[2:]
+            launches = 1 if ctx.gated else sum(needed)
+            with kernels[-1].as_one("compiled backward", gradients, tensors, launches=launches) as written:
+                found = [torch.empty_like(one) if need else None for one, need in zip(tensors, needed)]
+                written.extend(one for one in found if one is not None)
+            return None, None, *found
+
+    def compiled(function: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            inside = [p for one in arguments if isinstance(one, nn.Module) for p in one.parameters()]
+            return Fused.apply(function, arguments, *(one for one in arguments if isinstance(one, Tensor)), *inside)
+
+        return run
+
+    with mock.patch.object(layers, "compiled_once", compiled), mock.patch.dict(rotary._KINDS, compiled=compiled):
+        yield
+
+
+@contextlib.contextmanager
+def counted_triton(kernels: list[Kernels]) -> Iterator[None]:
+    """Count kernels of Triton, which are not run, into the last of ``kernels``."""
+    if find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: Any, **named: Any) -> None:
+        kernels[-1].add(f"triton {self.__name__}", arguments)
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield
+
+
 def passes(make: Callable[[int], nn.Module], depth: int, autocast: bool) -> tuple[Kernels, Kernels]:
     """Return the counts of the second forward and backward pass of a network of ``depth`` blocks."""
     kernels = [Kernels()]
-    with as_cuda(), counted_norms(kernels), FakeTensorMode(allow_non_fake_inputs=True):
+    counted = (counted_norms(kernels), counted_compilation(kernels), counted_triton(kernels))
+    with as_cuda(), counted[0], counted[1], counted[2], FakeTensorMode(allow_non_fake_inputs=True):
         network = make(depth)
         ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
         for _ in range(2):
@@ -149,6 +228,35 @@ def ours(*techniques: Callable[[], Any]) -> Callable[[int], nn.Module]:
 def lora() -> Any:
     """Return LoRA on all linear layers of the blocks. The head of this shape is tied and left out by itself."""
     return le.LoRA(rank=RANK, targets="all-linear")
+
+
+def fused(by: str, *techniques: Callable[[], Any]) -> Callable[[int], nn.Module]:
+    """Return a function that builds our GPT with techniques, and with the layers of ``MemoryEfficientLayers``.
+
+    That technique tries its layers with numbers, which these networks do not have. The layers are those of recomputed
+    blocks, which compute nothing again by themselves.
+
+    Args:
+        by: ``liger`` or ``compile``.
+        *techniques: As in :func:`ours`.
+    """
+
+    def make(depth: int) -> nn.Module:
+        network = ours(*techniques)(depth)
+        compiles = by == "compile"
+        for part in network.modules():
+            if isinstance(part, nn.RMSNorm):
+                norm = None if compiles else (1e-5, 0.0, "llama")
+                mix_in(part, layers._Norm, _fused_norm=norm, _in_recomputed=True, _compiles=compiles)
+            if isinstance(part, le.models.networks.gpt.SwiGLU):
+                gate = None if compiles else "swiglu.LigerSiLUMul"
+                gated = {"_gated": ("gate", "up", "down"), "_activation": torch.nn.functional.silu, "_fused_gate": gate}
+                mix_in(part, layers._Gated, **gated, _in_recomputed=True, _compiles=compiles)
+            if isinstance(part, le.models.networks.gpt.GPTAttention):
+                mix_under(part, rotary.Turns, _fused_turns={"rotate": "compiled" if compiles else "one"})
+        return network
+
+    return make
 
 
 def torchtune(adapters: bool) -> Callable[[int], nn.Module]:
@@ -207,7 +315,13 @@ WAYS: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
     "LoRA, weights in bfloat16, bf16-mixed": (ours(lora), True),
     "LoRA, peft": (transformers(True), False),
     "LoRA, torchtune": (torchtune(True), False),
+    "all weights, Liger": (fused("liger"), False),
+    "LoRA, Liger": (fused("liger", lora), False),
+    "all weights, compiled layers": (fused("compile"), False),
+    "LoRA, compiled layers": (fused("compile", lora), False),
+    "LoRA, bf16-mixed, compiled layers": (fused("compile", lora), True),
 }
+NEEDS = {"torchtune": "torchtune", "Liger": "liger_kernel"}
 
 
 def head_counts() -> Kernels:
@@ -219,6 +333,23 @@ def head_counts() -> Kernels:
         labels = torch.zeros(ROWS * LENGTH, dtype=torch.long)
         with kernels:
             chunked_cross_entropy(hidden, weight, labels, reduction="sum", backend="torch").backward()
+    return kernels
+
+
+def step_counts(low: bool) -> Kernels:
+    """Return the counts of a step of torch's fused AdamW, or of its twin with 8-bit states.
+
+    In bfloat16 it calls the same operators on a CPU as on a GPU.
+    """
+    weight = nn.Parameter(torch.zeros(STEPPED, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    if low:
+        to_low_bit(optimizer)
+    for _ in range(2):
+        weight.grad = torch.zeros_like(weight)
+        kernels = Kernels()
+        with kernels:
+            optimizer.step()
     return kernels
 
 
@@ -236,8 +367,9 @@ def main() -> int:
     base.digests = lambda module: {}  # of frozen weights, which have no values here
     results = {}
     for name in WAYS:
-        if "torchtune" in name and find_spec("torchtune") is None:
-            print(f"{name:40} not counted: torchtune is not installed")
+        missing = [package for word, package in NEEDS.items() if word in name and find_spec(package) is None]
+        if missing:
+            print(f"{name:40} not counted: {missing[0]} is not installed")
             continue
         found = counts(name)
         result: dict[str, float] = {}
@@ -255,6 +387,12 @@ def main() -> int:
     head = head_counts()
     results["head"] = {"launches": head.launches.total(), "gb": round(head.bytes.total() / 1e9, 1)}
     print(f"{'head of 128,256 words, all weights':40} {results['head']}")
+    steps = {}
+    for name, low in (("fused", False), ("low_bit", True)):
+        kernels = step_counts(low)
+        steps[name] = round(kernels.bytes.total() / (STEPPED[0] * STEPPED[1]), 1)
+        print(f"{'step of AdamW, ' + name:40} {steps[name]} bytes a parameter, {dict(kernels.launches)}")
+    results["optimizers"] = steps
     print("RESULT " + json.dumps(results))
     return 0
 

@@ -5,13 +5,20 @@ By plan, all rungs but one of torchtune's table of peak memory take less than wa
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from benchmarks.block_counts import counts, head_counts
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.block_counts import STEPPED, counts, head_counts, step_counts
 from benchmarks.plan_beside_torchtune import RUNGS, Plain
 from benchmarks.plan_ladder import RungFit
 from lit_efficient import plan
+from lit_efficient.callbacks import memory_efficient_layers as layers
+from lit_efficient.internals.torch_compiler import compiled_once
 from lit_efficient.mechanisms.adapters import base
+from lit_efficient.models.networks.gpt import rotate
 
 UNSLOTH = 128  # launches of a block with adapters, read in its code
 
@@ -23,6 +30,9 @@ UNSLOTH = 128  # launches of a block with adapters, read in its code
         ("all weights, bf16-true", "all weights, transformers", 55, 8.4),
         ("LoRA, bf16-true", "LoRA, peft", 97, 10.9),
         ("LoRA, weights in bfloat16, bf16-mixed", "LoRA, peft", 107, 12.6),
+        ("all weights, compiled layers", "all weights, transformers", 42, 6.7),
+        ("LoRA, compiled layers", "LoRA, peft", 82, 9.2),
+        ("LoRA, bf16-mixed, compiled layers", "LoRA, peft", 86, 10.0),
     ],
 )
 def test_a_block_launches_less_and_moves_less(
@@ -48,6 +58,37 @@ def test_the_gradient_of_a_head_is_written_once_a_chunk_and_scaled_and_rounded_i
     assert found.launches["addmm"] == chunks - 1  # the first chunk writes the sum
     assert found.bytes["addmm"] < (chunks - 1) * 2.4 * total
     assert found.bytes["mul"] < 1.6 * total  # read in float32, written in bfloat16
+
+
+def test_a_step_of_8_bit_adamw_is_one_kernel_that_reads_and_writes_codes() -> None:
+    found = step_counts(low=True)
+    numbers = STEPPED[0] * STEPPED[1]
+    assert dict(found.launches) == {"optimizer_update_8bit_blockwise": 1}
+    # Weight, both moments and their scales are read and written, the gradient is read, and so are two tables.
+    assert found.bytes.total() == numbers * (2 + 2 + 2 + 4 + 16 / 256) + 2 * 1024
+    assert found.bytes.total() < 0.73 * step_counts(low=False).bytes.total()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("function", "trains", "kernels"),
+    [("gate", True, (1, 1)), ("rotate", True, (1, 1)), ("norm", True, (1, 2)), ("norm", False, (1, 1))],
+)
+def test_inductor_makes_as_many_kernels_as_are_counted(function: str, trains: bool, kernels: tuple[int, int]) -> None:
+    from torch._inductor import metrics
+
+    x, y = (torch.randn(2, 3, 5, 48, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    given: dict[str, tuple[Any, ...]] = {
+        "gate": (layers._activated_product, torch.nn.functional.silu, x, y),
+        "rotate": (rotate, x, torch.randn(1, 2, 5, 48).bfloat16()),
+        "norm": (nn.RMSNorm.forward, nn.RMSNorm(48).bfloat16().requires_grad_(trains), x),
+    }
+    own, *arguments = given[function]
+    metrics.reset()
+    out = compiled_once(own)(*arguments)
+    forward = metrics.generated_kernel_count
+    out.backward(torch.randn_like(out))
+    assert (forward, metrics.generated_kernel_count - forward) == kernels
 
 
 @pytest.mark.nightly

@@ -119,6 +119,12 @@ CASES: dict[str, Case] = {
     "MemoryEfficientLayers liger": Case(
         lambda: [le.MemoryEfficientLayers("liger")], "llama", needs=("transformers", "liger_kernel"), cuda_only="Triton"
     ),
+    "MemoryEfficientLayers compile": Case(
+        lambda: [le.MemoryEfficientLayers("compile")], "llama", needs=("transformers",), precision=("bf16-mixed",)
+    ),
+    "MemoryEfficientLayers compile in recomputed blocks": Case(
+        lambda: [le.ActivationCheckpointing(), le.MemoryEfficientLayers("compile")], precision=("bf16-mixed",)
+    ),
     "TiledMLP": Case(lambda: [le.TiledMLP(tokens=16)]),
     "Tiling": Case(lambda: [le.Tiling(pad_vocabulary=64)]),
     "ActivationOffload": Case(lambda: [le.ActivationOffload(min_bytes=1)], cuda_only="the CPU refuses it"),

@@ -4,13 +4,14 @@
 
 Saves: 1 to 3 times the size of a norm's input, and half of what a gated MLP saves between its matrices; gradients stay
     the same
-Costs: element-wise operations again in the backward pass; with Liger's kernels less time than without the technique
+Costs: element-wise operations again in the backward pass; with fused kernels less time than without the technique
 Source: Hsu et al. (2024), https://arxiv.org/abs/2410.10989; recomputation: Chen et al. (2016), https://arxiv.org/abs/1604.06174
 
 No matrix product is computed twice, because recomputation stops at the last tensor that is needed. Layers are
 recognised by their outputs and gradients for test inputs, not by names or classes. Rotary embeddings save nothing that
-could be left out, because their gradient needs only the table: torch's stay as they are. Liger's kernel reads and
-writes queries and keys once, which needs less time and less temporary memory.
+could be left out, because their gradient needs only the table: torch's stay as they are. Fused kernels, Liger's or
+those that torch.compile makes of exactly these functions, read and write each tensor once, which needs less time and
+less temporary memory.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, check_choice
+from lit_efficient.internals.torch_compiler import compiled_once
 from lit_efficient.losses.liger_cross_entropy import installed
 from lit_efficient.mechanisms.blocks.rotary import Turns, turns_of
 from lit_efficient.mechanisms.trials.memory import SavedTensors
@@ -47,12 +49,15 @@ class _Norm(nn.Module):
     # Arguments of Liger's kernel: eps, the number that is added to the weight, and what is cast. None without it.
     _fused_norm: tuple[float, float, str] | None
     _in_recomputed: bool  # its block is recomputed as a whole
+    _compiles = False  # torch.compile makes kernels of its forward
 
     def forward(self, *args: Any, **kwargs: object) -> Any:
-        forward = super().forward
+        forward: Any = super().forward
         if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
             return forward(*args, **kwargs)
         x = args[0]
+        if self._compiles and not torch.compiler.is_compiling():  # a compiled block fuses by itself
+            return compiled_once(forward.__func__)(self, x)
         # The kernel computes in float32, as norms do under autocast, and returns the dtype of its input.
         if self._fused_norm is not None and (x.dtype == self.weight.dtype or x.dtype == autocast_dtype(x.device)):
             from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -70,6 +75,7 @@ class _Gated(nn.Module):
     _activation: str | Callable[[Tensor], Tensor]  # name of a submodule, or a function
     _fused_gate: str | None  # name of Liger's function for act(a) * b
     _in_recomputed: bool  # its block is recomputed as a whole
+    _compiles = False  # torch.compile makes a kernel of act(a) * b
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled() or len(args) != 1 or kwargs:
@@ -87,21 +93,29 @@ class _Gated(nn.Module):
         activation = self._activation
         if isinstance(activation, str):
             activation = getattr(self, activation)
-        return c(activation(gate) * up)
+        if self._compiles and not torch.compiler.is_compiling():
+            return c(compiled_once(_activated_product)(activation, gate, up))
+        return c(_activated_product(activation, gate, up))
+
+
+def _activated_product(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return activation(gate) * up
 
 
 class MemoryEfficientLayers(Technique):
     """Let norms and gated MLPs (SwiGLU, GeGLU) of any network save less memory for the backward pass.
 
     Each layer is tested with a few rows. It is changed if outputs and gradients stay the same and it saves fewer bytes.
-    Parameter names stay. With Liger's kernels, rotary embeddings also run in one pass if nothing is compiled. Layers
+    Parameter names stay. With fused kernels, rotary embeddings also run in one pass if nothing is compiled. Layers
     inside blocks that are recomputed as a whole (activation checkpointing) save nothing: they are changed only where
-    Liger's kernels run them, which read and write less.
+    fused kernels run them, which read and write less.
 
     Args:
         backend: ``torch`` computes the layer's own operations again, with identical results. ``liger`` uses the fused
-            kernels of liger-kernel, on a GPU. ``auto`` uses Liger's kernels on a GPU for layers for which they give the
-            same results, if liger-kernel is installed, else torch.
+            kernels of liger-kernel, on a GPU. ``compile`` lets torch.compile make kernels of the functions of norms,
+            rotary embeddings and gated MLPs, in some seconds of the first step and once for all sizes. ``auto`` uses
+            Liger's kernels on a GPU for layers for which they give the same results, if liger-kernel is installed, else
+            torch.
 
     Raises:
         ConfigurationError: If the network has no such layers, and with ``liger`` if liger-kernel is not installed or
@@ -120,7 +134,7 @@ class MemoryEfficientLayers(Technique):
 
     def __init__(self, backend: str = "auto") -> None:
         super().__init__()
-        check_choice("MemoryEfficientLayers", "backend", backend, ("auto", "torch", "liger"))
+        check_choice("MemoryEfficientLayers", "backend", backend, ("auto", "torch", "liger", "compile"))
         if backend == "liger" and not installed():
             raise ConfigurationError(
                 "MemoryEfficientLayers: backend='liger' needs the package liger-kernel. Install it, or use 'auto'"
@@ -132,13 +146,15 @@ class MemoryEfficientLayers(Technique):
         self._device = trainer.strategy.root_device
 
     def transform(self, module: nn.Module) -> Report:
-        fused = self.backend == "liger" or (self.backend == "auto" and self._device.type == "cuda" and installed())
+        compiles = self.backend == "compile"
+        liger = self.backend == "liger" or (self.backend == "auto" and self._device.type == "cuda" and installed())
+        fused = liger or compiles
         recomputed = {name for name, part in module.named_modules() if getattr(part, "_recomputes", False)}
         norms: list[str] = []
         gates: list[str] = []
         kept = 0  # bytes that the changed layers save for the test input
         before = 0  # bytes that these layers saved before
-        by_liger = 0  # number of layers that use Liger's kernels
+        by_kernels = 0  # number of layers that use fused kernels
         for name, part in module.named_modules():
             width = _width(part)
             # Layers within recomputed blocks save nothing, but fused kernels read and write less.
@@ -147,33 +163,36 @@ class MemoryEfficientLayers(Technique):
                 continue
             with _trial(part, width) as (x, plain):
                 if list(part.children()):
-                    found = _as_gated(part, x, fused)
+                    found = _as_gated(part, x, liger)
                 else:
-                    found = _as_norm(part, x, fused)
+                    found = _as_norm(part, x, liger)
                 if found is None:
                     continue
                 kind, attributes = found
-                by_kernel = any(value is not None for key, value in attributes.items() if key.startswith("_fused"))
+                named = [value for key, value in attributes.items() if key.startswith("_fused")]
+                by_kernel = compiles or any(value is not None for value in named)
                 if inside and not by_kernel:
                     continue
                 mix_in(part, kind, **attributes, _in_recomputed=inside)
-                changed = _saved_bytes(part, x)
+                changed = _saved_bytes(part, x)  # of the layer before it is compiled, which takes seconds
                 # Both are 0 if the layer cannot be tried.
                 if not inside and (changed >= plain or changed > self.worth * plain):
                     mix_out(part, kind)
                     continue
+                if compiles:
+                    part._compiles = True
             if kind is _Norm:
                 norms.append(name)
             else:
                 gates.append(name)
-            by_liger += by_kernel
+            by_kernels += by_kernel
             if not inside:
                 before += plain
                 kept += changed
         rotary: list[str] = []
         if fused:
             for name, part in module.named_modules():
-                turns = turns_of(part, self._device)
+                turns = turns_of(part, self._device, compiles)
                 if turns:
                     mix_under(part, Turns, _fused_turns=turns)
                     rotary.append(name)
@@ -185,14 +204,17 @@ class MemoryEfficientLayers(Technique):
                 f"MemoryEfficientLayers: {type(module).__name__} has no norm or gated MLP{where} that saves more than "
                 "its inputs. Leave out MemoryEfficientLayers"
             )
-        if self.backend == "liger" and not by_liger and not rotary:
+        if self.backend == "liger" and not by_kernels and not rotary:
             raise ConfigurationError(
                 "MemoryEfficientLayers: Liger's kernels give other results than the layers of "
                 f"{type(module).__name__}. Use backend='auto' or backend='torch'"
             )
         less = (before - kept) // _ROWS
-        if by_liger:
-            how = f"{by_liger} of them by Liger's kernels"
+        kernels = "Liger's kernels"
+        if compiles:
+            kernels = "compiled kernels"
+        if by_kernels:
+            how = f"{by_kernels} of them by {kernels}"
         else:
             how = "recomputed by torch"
         saved = "read and write less"  # all of them in recomputed blocks
@@ -202,7 +224,7 @@ class MemoryEfficientLayers(Technique):
             details = {"bytes_per_token": before // _ROWS, "bytes_per_token_saved": less}
         summary = f"{len(norms)} norms and {len(gates)} gated MLPs {saved}, {how}"
         if rotary:
-            summary += f"; {len(rotary)} layers rotate queries and keys by Liger's kernel"
+            summary += f"; {len(rotary)} layers rotate queries and keys by {kernels}"
         return Report(
             summary,
             modules=(*norms, *gates, *rotary),

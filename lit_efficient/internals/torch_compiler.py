@@ -1,15 +1,19 @@
 """Settings and statistics of torch.compile. Checked with torch 2.13."""
 
+import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lit_efficient.internals.torch_dispatch import fakes_are_made, no_dispatch_modes, storage_id
+
+_VERSIONS = 64  # of a function: dtypes, autocast, devices, and numbers of layers
 _SKIPPED = re.compile(r"frame skipped: \S+ \((.+) line (\d+)\)")
 
 
@@ -30,6 +34,75 @@ def at_most_versions(count: int) -> dict[str, int]:
     parameters = inspect.signature(torch.compile).parameters  # tests and tools may replace torch.compile
     known = "recompile_limit" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {"recompile_limit": count} if known else {}
+
+
+@functools.cache
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled for all sizes. All calls in a process share it, also those of copies of a module.
+
+    A plan, which runs nothing compiled, counts the tensors of :func:`as_compiled`.
+    """
+
+    # torch does not compile functions of its own files, such as `nn.RMSNorm.forward`, but this one with what it calls.
+    def call(*args: object) -> Any:
+        return function(*args)
+
+    call.__code__ = call.__code__.replace()  # torch keeps versions by code object, so that each function has its own
+    limit: dict[str, Any] = at_most_versions(_VERSIONS)
+    compiled: Callable[..., Any] = torch.compile(call, dynamic=True, **limit)
+
+    def run(*args: object) -> Any:
+        if not runs_eagerly():
+            return compiled(*args)
+        if fakes_are_made():
+            return as_compiled(function, *args)
+        return function(*args)
+
+    return run
+
+
+def as_compiled(function: Callable[..., Any], *args: object) -> Any:
+    """Run a function on tensors without values, and create and keep only the tensors that compiled code does.
+
+    It creates only results and gradients. It keeps inputs and computes everything else again: the inputs that the
+    function itself keeps for the backward pass, or all of them if it also keeps intermediate results.
+
+    Args:
+        function: Function that returns tensors.
+        *args: Its arguments: tensors, and modules whose parameters it reads.
+    """
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    for one in args:
+        if isinstance(one, nn.Module):
+            tensors += one.parameters()
+    kept = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.add(storage_id(tensor.untyped_storage()))
+        return tensor
+
+    with no_dispatch_modes(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        results = function(*args)
+    alone = isinstance(results, Tensor)
+    shapes = [one.detach() for one in ([results] if alone else results)]
+    own = [storage_id(tensor.untyped_storage()) for tensor in tensors]
+    if not kept <= set(own):
+        kept = set(own)
+    found = _AsCompiled.apply(shapes, [i for i, key in enumerate(own) if key in kept], *tensors)
+    return found[0] if alone else found
+
+
+class _AsCompiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shapes: list[Tensor], kept: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*(tensors[i] for i in kept))
+        ctx.like = [(tensor.shape, {"dtype": tensor.dtype, "device": tensor.device}) for tensor in tensors]
+        return tuple(map(torch.empty_like, shapes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *(torch.empty(size, **how) if need else None for (size, how), need in zip(ctx.like, needed))
 
 
 @contextmanager

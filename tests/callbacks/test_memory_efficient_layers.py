@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ import lit_efficient
 from lit_efficient import ActivationCheckpointing, ConfigurationError, LoRA
 from lit_efficient.application import apply
 from lit_efficient.callbacks import memory_efficient_layers as layers
+from lit_efficient.evidence.memory_kinds import KindMeter
+from lit_efficient.internals.torch_compiler import as_compiled, compiled_once
+from lit_efficient.internals.torch_fake import FakeTensorMode
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.surgery import mix_out
 from lit_efficient.testing import Run
@@ -133,3 +138,86 @@ def test_the_trial_of_a_layer_changes_none_of_its_buffers() -> None:
     assert len(before) == 6
     for name, buffer in network.named_buffers():
         assert torch.equal(buffer, before[name]), name
+
+
+@pytest.fixture(scope="module")
+def without_inductor() -> Iterator[None]:
+    """Compile by the whole stack but inductor, which takes seconds for each kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        compiled_once.cache_clear()
+        yield
+        compiled_once.cache_clear()
+
+
+def graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_layers_give_the_same_and_are_compiled_once_for_all_lengths(
+    kind: str, recomputed: bool, autocast: bool
+) -> None:
+    network = network_of(kind).train()
+    changed = deepcopy(network)
+    technique = lit_efficient.MemoryEfficientLayers("compile")
+    if recomputed:
+        apply(network, [ActivationCheckpointing()])
+    report = apply(changed, [ActivationCheckpointing(), technique] if recomputed else [technique])
+    summary = report["MemoryEfficientLayers"].summary
+    assert "7 of them by compiled kernels; 2 layers rotate queries and keys by compiled kernels" in summary
+    assert list(network.state_dict()) == list(changed.state_dict())
+    made = []
+    for length in (20, 11, 28):
+        for each in (changed, deepcopy(changed)):  # a copy shares the kernels
+            results = []
+            for one in (network, each):
+                one.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    out = one(torch.arange(3 * length).view(3, length) % 60)
+                    out = out if isinstance(out, Tensor) else out.logits
+                out.float().square().mean().backward()
+                results.append([out.detach(), *(p.grad for p in one.parameters())])
+            for plain, fused in zip(*results, strict=True):
+                assert (plain - fused).norm() <= (1e-3 if autocast else 1e-5) * plain.norm()
+        made.append(graphs())
+    assert made[0] == made[1] == made[2]
+
+
+def test_a_plan_counts_only_results_and_gradients_of_compiled_layers() -> None:
+    size = 4 * 1024
+    peaks = []
+    for run in (layers._activated_product, partial(as_compiled, layers._activated_product)):
+        with FakeTensorMode():
+            gate, up = (torch.empty(1024, requires_grad=True) for _ in range(2))
+            meter = KindMeter()
+            meter.add([gate, up])
+            meter.step()
+            with meter:
+                out = run(F.silu, gate, up)
+                peaks.append(meter.step().peak)
+                out.backward(torch.empty_like(out))
+                peaks.append(meter.step().peak)
+            assert gate.grad is not None
+            assert gate.grad.shape == gate.shape
+    assert peaks[2:] == [3 * size, 6 * size]  # inputs and result; a slope and two gradients
+    assert peaks[0] > peaks[2]
+    assert peaks[1] > peaks[3]
+
+
+def test_a_plan_keeps_only_inputs_that_a_gradient_needs() -> None:
+    with FakeTensorMode():
+        x = torch.empty(1024, requires_grad=True)
+        table = torch.empty(1024)
+        with SavedTensors([]) as saved:
+            as_compiled(lambda x, table: x * table, x, table)
+        assert saved.bytes == table.nbytes
+        with SavedTensors([]) as saved:
+            as_compiled(lambda x, table: x.exp() * table, x, table)
+        assert saved.bytes == x.nbytes + table.nbytes

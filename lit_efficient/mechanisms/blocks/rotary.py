@@ -1,8 +1,8 @@
-"""Rotary position embeddings by Liger's kernel, in place of the function that a layer's forward calls for them.
+"""Rotary position embeddings by a fused kernel, in place of the function that a layer's forward calls for them.
 
 That function is identified by its results on test inputs. It takes queries, keys, cosines and sines (Llama and similar
-networks), or either queries or keys and a table (our GPT). The kernel rotates in place. It gets copies here, so that no
-other tensors change, forward or backward.
+networks), or either queries or keys and a table (our GPT). Liger's kernel rotates in place. It gets copies here, so
+that no other tensors change, forward or backward. torch.compile makes kernels of the function itself.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_efficient.internals.torch_compiler import compiled_once
 from lit_efficient.surgery import unmixed
 
 # Sizes of the test inputs.
@@ -21,9 +22,9 @@ _WIDTH = 8
 
 
 class Turns(nn.Module):
-    """Mix-in that runs a layer's own forward with Liger's kernel in place of the rotation functions."""
+    """Mix-in that runs a layer's own forward with fused kernels in place of the rotation functions."""
 
-    _fused_turns: dict[str, str]  # names of functions -> "both" or "one"
+    _fused_turns: dict[str, str]  # names of functions -> "both" or "one" by Liger's kernel, or "compiled"
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         kind: Any = unmixed(self)
@@ -36,12 +37,13 @@ class Turns(nn.Module):
         return fused(self, *args, **kwargs)
 
 
-def turns_of(layer: nn.Module, device: torch.device) -> dict[str, str]:
+def turns_of(layer: nn.Module, device: torch.device, compiles: bool = False) -> dict[str, str]:
     """Return the rotation functions that a layer's forward calls, for :class:`Turns`: their kinds by their names.
 
     Args:
         layer: The layer.
         device: Device on which Liger's kernel is tried.
+        compiles: Whether functions are to be compiled, and Liger's kernel is not tried.
     """
     layer_class: Any = unmixed(layer)
     forward = layer_class.forward
@@ -50,14 +52,14 @@ def turns_of(layer: nn.Module, device: torch.device) -> dict[str, str]:
     kinds: dict[str, str] = {}
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
-        for kind in _KINDS:
-            if _turns(function, kind, device):
-                kinds[name] = kind
+        for kind in ("both", "one"):
+            if _turns(function, kind, device, compiles):
+                kinds[name] = "compiled" if compiles else kind
                 break
     return kinds
 
 
-def _turns(function: Any, kind: str, device: torch.device) -> bool:
+def _turns(function: Any, kind: str, device: torch.device, compiles: bool) -> bool:
     """Return whether a function computes the rotation, and Liger's kernel the same values and gradients."""
     if not callable(function) or isinstance(function, type):
         return False
@@ -77,7 +79,7 @@ def _turns(function: Any, kind: str, device: torch.device) -> bool:
         tensors_returned = 1
     try:
         first_gradient: Tensor | None = None
-        for candidate in (function, _KINDS[kind](function)):
+        for candidate in (function,) if compiles else (function, _KINDS[kind](function)):
             output = candidate(*arguments)
             tensors = (output,) if isinstance(output, Tensor) else tuple(output)
             if len(tensors) != tensors_returned:
@@ -139,4 +141,4 @@ def _one(function: Callable[..., object]) -> Callable[..., object]:
     return turn
 
 
-_KINDS: dict[str, Callable[..., Any]] = {"both": _both, "one": _one}
+_KINDS: dict[str, Callable[..., Any]] = {"both": _both, "one": _one, "compiled": compiled_once}
