@@ -29,6 +29,7 @@ PARTS = {
 }
 _MENU = {
     "Start": ["index.md", "Overview <overview.md>", "goals.md", "techniques.md", "matrix.md", "symptoms.md"],
+    "Tutorials": ["tutorial_memory.md", "tutorial_language_model.md", "tutorial_photos.md"],
     "Guides": [
         "llm.md",
         "reinforcement_learning.md",

@@ -23,6 +23,7 @@ GIVEN = {
 }
 GIVEN |= {"CKPT": "file.ckpt", "CKPT...": "file.ckpt", "DIR": "snapshots", "COMMAND": "average", "TASK": "autoencoder"}
 GIVEN |= {"OVERLAY": "ema", "RUN": "run", "PACKAGE": "tests", "my_package": "tests"}
+GIVEN |= {"mine": "tests", "mine.Model": "tests.support_cli.ToyModel", "mine.Data": "tests.support_cli.ToyData"}
 GIVEN |= {"my_package.MyModule": "tests.support_cli.ToyModel", "my_package.MyData": "tests.support_cli.ToyData"}
 _BEGINS = r"(?:(?:python )?-m lit_efficient|\blit-efficient)(?=[ \n`]|$)"
 

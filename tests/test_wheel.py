@@ -136,6 +136,41 @@ def test_the_citation_is_of_this_version_and_repository() -> None:
     assert citation.get("repository-code", "") == project["tool"]["lit_efficient"]["repository"]
 
 
+def released(folder: Path, heading: str) -> subprocess.CompletedProcess[str]:
+    """Run ``.ci/tag`` in a repository whose changelog has this heading for the version."""
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / ".ci", folder / ".ci", dirs_exist_ok=True)
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    (folder / "CHANGELOG.md").write_text(re.sub(rf"(?m)^## {__version__} .*$", heading, text), "utf-8")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "--quiet"], ["add", "-A"], ["commit", "--quiet", "-m", "release"]):
+        subprocess.run([*git, *words], cwd=folder, check=True, capture_output=True)
+    names = {f"GIT_{role}_{field}": "a@b.c" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")}
+    return subprocess.run(
+        [folder / ".ci" / "tag"], cwd=folder, env=os.environ | names, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_release_is_tagged_with_its_notes(tmp_path: Path) -> None:
+    done = released(tmp_path, f"## {__version__} (2026-12-01)")
+    assert done.returncode == 0, done.stderr
+    command = ["git", "tag", "-l", "--format=%(contents)", f"v{__version__}"]
+    notes = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert notes.startswith(f"lit_efficient {__version__}\n\n")
+    section = (ROOT / "CHANGELOG.md").read_text("utf-8").partition(f"## {__version__} ")[2]
+    section = section.partition("\n")[2].partition("\n## ")[0]
+    assert notes.strip().endswith(section.strip())
+    assert "### Less memory" in notes  # a line that begins like a comment of git
+
+
+def test_a_version_without_a_date_is_not_tagged(tmp_path: Path) -> None:
+    done = released(tmp_path, f"## {__version__} (unreleased)")
+    assert done.returncode == 1
+    assert f"CHANGELOG.md has no heading '## {__version__} (YYYY-MM-DD)'" in done.stderr
+    assert subprocess.run(["git", "tag"], cwd=tmp_path, check=True, capture_output=True).stdout == b""
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_an_installed_wheel_trains_both_tasks_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> None:
