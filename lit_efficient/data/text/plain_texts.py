@@ -19,6 +19,7 @@ import numpy as np
 
 from lit_efficient.data.text.arrow_rows import ClassNumber
 from lit_efficient.data.text.chat_formats import MalformedRow, Row, check_keys, keys_shown, unread
+from lit_efficient.data.text.chat_tokenizer import encodes_alone
 from lit_efficient.data.text.chat_tokens import Encoded, SplitRow
 from lit_efficient.data.text.collate import padded_length
 from lit_efficient.data.text.document_store import Documents
@@ -281,10 +282,12 @@ class TextTokens:
         encode = partial(self.tokenizer, truncation=True, max_length=self.max_length, return_attention_mask=False)
         if words:
             return list(encode([list(group) for group in groups], is_split_into_words=True).encodings)
-        firsts = [group[0] for group in groups]
-        if length == 1:
-            return list(encode(firsts).encodings)
-        return list(encode(firsts, [group[1] for group in groups]).encodings)
+        texts: list[Any] = [group[0] for group in groups]
+        pairs = [group[1] for group in groups] if length == 2 else None
+        if not encodes_alone(self.tokenizer):
+            return list(encode(texts, pairs).encodings)
+        encode(texts[:1])  # sets the length at which the Rust tokenizer cuts, which is faster without places
+        return list(self.tokenizer.backend_tokenizer.encode_batch_fast(groups if pairs else texts))
 
 
 def _encoded(ids: Sequence[int], marks: np.ndarray, is_whole: bool) -> Encoded:

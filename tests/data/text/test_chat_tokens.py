@@ -9,12 +9,13 @@ from lit_efficient.data.text import left_out as left_out_module
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, read_row
 from lit_efficient.data.text.chat_tokenizer import (
     CHATML,
+    encodes_alone,
     fingerprint,
     load_chat_tokenizer,
     read_template,
     train_chat_tokenizer,
 )
-from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded, _encodes_alone
+from lit_efficient.data.text.chat_tokens import ChatTokens, Encoded
 from lit_efficient.data.text.left_out import occurs
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.data.text.turn_marks import place_messages
@@ -379,7 +380,7 @@ def test_texts_get_the_ids_of_transformers(name: str) -> None:
     given = tokenizer(CHATML) if name == "own" else make(name)
     encoder = ChatTokens(given)
     documents = [Document(text=text) for text in ODD_TEXTS * 2]
-    assert _encodes_alone(given)
+    assert encodes_alone(given)
     given(["a b c", "d"], truncation=True, max_length=1, padding=given.pad_token is not None)
     found = encoder.encode(documents, [False] * len(documents))
     for text, one in zip(ODD_TEXTS * 2, found, strict=True):
