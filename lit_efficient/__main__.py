@@ -67,6 +67,7 @@ usage: python -m lit_efficient COMMAND ...
   completion  print a script for the shell that completes commands, options and names:    bash | zsh | fish
   schema      print a JSON schema of configs, with which editors complete keys and mark typos:
               > lit_efficient.schema.json
+  new-technique  write the files of a technique of your own, with a test that passes:    NAME
 
 COMMAND --help and help COMMAND list the options of a command. A config imports the classes that it names; your own
 package needs --allow-import PACKAGE. --quiet prints only errors, warnings and the last lines, --debug the traceback of

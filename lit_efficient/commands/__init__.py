@@ -23,6 +23,7 @@ COMMANDS = (
     "write-data",
     "completion",
     "schema",
+    "new-technique",
     "check",
     "plan",
     "verify",
