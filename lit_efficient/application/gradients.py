@@ -13,7 +13,7 @@ Order in each optimizer step, whatever the order of ``Trainer(callbacks=...)``:
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class GradientHooks(Hooks):
     """Mix-in for techniques that change gradients before a step: ``class Noise(GradientHooks, Technique)``."""
 
-    phase: ClassVar[Phase | None] = Phase.GRADIENT
+    phase = Phase.GRADIENT
 
     def change_gradients(self, gradients: dict[Tensor, Tensor], optimizer: Optimizer, module: nn.Module) -> None:
         """Change the gradients of one optimizer in place, once in each of its steps.
