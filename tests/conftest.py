@@ -35,6 +35,7 @@ if not {"PYTEST_XDIST_WORKER", "TMPDIR"} & {*os.environ} and os.access(MEMORY, o
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+os.environ["COMET_START_ONLINE"] = "false"
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 

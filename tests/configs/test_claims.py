@@ -23,8 +23,10 @@ PLACES = {
 }
 # Configs of the reader's own, as the overlays ask for them: without the callbacks of our tasks.
 MINE = {"exact_resume": known()["language_model"], "fast_matmul": known()["language_model"]}
-# Of what is not here: a GPU, teachers from a hub or a folder, a config and a base that a reader has.
-ABSENT = r"device is 'cpu'|needs a GPU|couldn't connect|path/to|there is no folder runs/"
+# Of what is not here: a GPU, teachers from a hub or a folder, a config and a base that a reader has, two loggers.
+ABSENT = (
+    r"device is 'cpu'|needs a GPU|couldn't connect|path/to|there is no folder runs/|'(mlflow|comet-ml)' is not inst"
+)
 
 
 def header(name: str) -> str:

@@ -33,6 +33,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+PACKAGES = {"mlflow": "mlflow", "comet": "comet_ml"}  # of loggers, which .ci/nightly installs
+
+
 def is_overlay(path: Path) -> bool:
     return path.parent.name in ("techniques", "loggers")
 
@@ -45,6 +48,8 @@ def built(*paths: Path) -> Any:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_its_parts_are_built_with_its_arguments(path: Path) -> None:
+    if path.parent.name == "loggers" and path.stem in PACKAGES:
+        pytest.importorskip(PACKAGES[path.stem])
     written = yaml.safe_load(path.read_text("utf-8"))
     parts = built(path)
     callbacks = {type(callback).__name__: callback for callback in parts.trainer.callbacks}
