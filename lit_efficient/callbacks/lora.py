@@ -47,6 +47,7 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     LowRank,
     add_low_rank,
     capacity_line,
+    contributes,
     kind_of,
     learned_tokens,
     scale_of,
@@ -344,6 +345,10 @@ class LoRA(AdapterTechnique):
         stretch_steps(optimizer, self.lr_ratio, stepped)
         return dataclasses.replace(report, summary=f"{report.summary}; B learns at {self.lr_ratio:g} times the rate")
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._started = False  # the module may be another one; a checkpoint's state is read later
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         # A plan, which sets ``worst_case``, has no data to start from.
@@ -370,6 +375,9 @@ class LoRA(AdapterTechnique):
         from lit_efficient.mechanisms.trials.steps import Trials, repeated_batches
 
         layers = {name: part for name, part in trainer.lightning_module.named_modules() if isinstance(part, LowRank)}
+        if any(map(contributes, layers.values())):  # an earlier fit has trained them, or their checkpoint was restored
+            self._started = True
+            return
         statistics = Statistics(layers, self.variant)
         trials = Trials(trainer)
         # The accumulation is longer than the trial, so that the optimizer does not step. Compiled code would keep the
@@ -392,6 +400,12 @@ class LoRA(AdapterTechnique):
             device = layer.lora_A.device
             total = trainer.strategy.reduce(statistics.sums.pop(name).to(device), reduce_op="sum")
             samples = trainer.strategy.reduce(statistics.samples[name].to(device), reduce_op="sum")
+            if not total.isfinite().all():
+                raise ConfigurationError(
+                    f"LoRA: variant={self.variant!r} starts from inputs and gradients, and those of {name!r} are not "
+                    f"finite in {self.start_batches} batches. Check the data and the base's weights; with precision "
+                    "16-mixed gradients overflow in the first steps: use bf16-mixed or 32-true"
+                )
             start_from_data(layer, total, samples)
         self._started = True
         rank_zero_info(

@@ -165,6 +165,10 @@ class QuantizationAwareTraining(CheckpointHooks, Technique):
         "PromptTuning": "it freezes the weights, so they are not trained for rounding: use LoRA",
         "LoRA(variant='dora')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='pissa')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='olora')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='corda')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='lora_ga')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='eva')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='qalora')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='rounded')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
     }

@@ -15,6 +15,7 @@ __all__ = [
     "MATMUL",
     "Overload",
     "base_name",
+    "is_batched",
     "lstm_workspace",
     "returns_bool",
     "transformed",
@@ -79,3 +80,8 @@ def returns_bool(func: Any) -> bool:
 def transformed() -> bool:
     """Return whether derivatives are computed by functional transforms or in forward mode."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of those that ``torch.autograd.grad(is_grads_batched=True)`` computes with."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)

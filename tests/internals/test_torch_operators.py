@@ -98,3 +98,16 @@ def test_transforms_and_forward_mode_are_seen():
     with torch.autograd.forward_ad.dual_level():
         doubled(torch.ones(2))
     assert seen == [False, True, True]
+
+
+@leans_on("torch", "_C._functorch.is_legacy_batchedtensor", "torch_operators")
+def test_tensors_of_batched_gradients_are_seen():
+    from lit_efficient.internals.torch_operators import is_batched
+
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda gradient: seen.append(is_batched(gradient)))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, False]

@@ -573,6 +573,13 @@ def start_from(module: Any, factors: Factors) -> None:
         module.lora_B0.copy_(module.lora_B)
 
 
+def contributes(module: Any) -> bool:
+    """Return whether an adapter of a variant that starts from data has been started, or trained."""
+    if module.lora_variant in SUBTRACTED:
+        return bool(module.lora_B0.any())
+    return bool(module.lora_B.any())
+
+
 @torch.no_grad()
 def start_from_data(module: Any, total: Tensor, samples: Tensor) -> None:
     """Set the initial factors of an adapter of variant ``eva``, ``corda`` or ``lora_ga`` from sums over batches.

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_efficient.internals.torch_checkpoint import caches_results
-from lit_efficient.internals.torch_operators import transformed
+from lit_efficient.internals.torch_operators import is_batched, transformed
 from lit_efficient.internals.torch_optimizers import foreach_copy_
 from lit_efficient.internals.torch_products import product
 from lit_efficient.internals.torch_shards import is_sharded, is_wrapper
 from lit_efficient.internals.torch_tensors import viewed
+from lit_efficient.surgery import in_autocast_dtype
 
 
 def is_differentiated_here(x: Tensor, a: Tensor) -> bool:
@@ -31,6 +32,8 @@ def is_differentiated_here(x: Tensor, a: Tensor) -> bool:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
         return False
     if is_wrapper(x) or is_sharded(x) or is_sharded(a):
+        return False
+    if in_autocast_dtype(x) is not x:  # autocast would round x within the products, but not for their gradients
         return False
     narrow = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and torch.is_autocast_enabled(x.device.type))
     return x.dtype == a.dtype or (narrow and a.dtype == torch.float32)
@@ -99,7 +102,7 @@ class _Inner(torch.autograd.Function):
             return None, da, None, None
         if dx is None:
             total = rows @ narrow
-        elif ctx.owned and not torch.is_grad_enabled():
+        elif ctx.owned and not torch.is_grad_enabled() and not is_batched(dx):
             total = _rows(dx)
             torch.addmm(total, rows, narrow, out=total)  # counters of FLOPs do not know the in-place form
         else:

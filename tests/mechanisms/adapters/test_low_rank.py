@@ -406,3 +406,41 @@ def test_a_network_may_change_the_output_of_an_adapted_layer_in_place() -> None:
         gradients.append(torch.autograd.grad(loss, [p for p in layer.parameters() if p.requires_grad]))
     for plain, in_place in zip(*gradients):
         assert torch.equal(plain, in_place)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [_conv1d, lambda: nn.Linear(5, 6), lambda: _Shifted(5, 6)])
+def test_adapters_of_layers_of_all_classes_train_under_autocast(make: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = make().requires_grad_(False)
+    add_low_rank(layer, "layer", rank=3, alpha=6.0)
+    nn.init.normal_(layer.lora_B, std=0.2)
+    x = 0.3 * torch.randn(2, 4, 5)
+    plain = _outcome(layer, x)
+    with torch.autocast("cpu", dtype):
+        y = layer(x)
+    assert y.dtype == dtype
+    with torch.autocast("cpu", dtype):
+        narrow = _outcome(layer, x)
+    for ours, exact in zip(narrow, plain, strict=True):
+        assert (ours.float() - exact).norm() <= 0.03 * exact.norm()
+
+
+class _Shifted(nn.Linear):
+    """Linear layer of a class of a user."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+def test_many_gradients_of_an_adapter_are_computed_at_once() -> None:
+    torch.manual_seed(0)
+    layer = _Pair(torch.float32, True)
+    x = torch.randn(2, 12, requires_grad=True)
+    y = layer(x)
+    directions = torch.randn(3, *y.shape)
+    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(y, leaves, directions, retain_graph=True, is_grads_batched=True)
+    for index, direction in enumerate(directions):
+        for ours, alone in zip(found, torch.autograd.grad(y, leaves, direction, retain_graph=True), strict=True):
+            torch.testing.assert_close(ours[index], alone)

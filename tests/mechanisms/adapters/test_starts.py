@@ -266,3 +266,26 @@ def test_a_layer_without_data_is_named() -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         apply(Toy(), [LoRA(**arguments)])
+
+
+@pytest.mark.parametrize("variant", FROM_DATA)
+def test_a_second_fit_continues_with_trained_adapters(variant: str, tmp_path: Path) -> None:
+    """Also of a module whose weights were restored, and a technique that is given to another module starts again."""
+
+    class Still(Toy):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.0)
+
+    def technique() -> LoRA:
+        return LoRA(rank=2, variant=variant, start_batches=2)
+
+    fit(module := Toy(), [used := technique()]).save_checkpoint(tmp_path / "end.ckpt")
+    trained = {name: tensor.clone() for name, tensor in weights(module).items()}
+    restore(restored := Still(), tmp_path / "end.ckpt")
+    fit(restored.train(), [technique()])
+    assert_equal(weights(restored), trained)
+    module.configure_optimizers = lambda: Still.configure_optimizers(module)  # type: ignore[arg-type,method-assign]
+    fit(module, [technique()])
+    assert_equal(weights(module), trained)
+    fit(again := Toy(), [used])
+    assert_equal(weights(again), trained)
