@@ -15,6 +15,18 @@ def mix_seed(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def seed_rank(rank: int) -> None:
+    """Give a process other random numbers than rank 0, whose numbers stay as they are.
+
+    ``seed_everything`` seeds all processes alike. Samples of different ranks would get the same noise and times.
+
+    Args:
+        rank: Rank among the processes with batches of their own.
+    """
+    if rank > 0:
+        seed_all(mix_seed(torch.initial_seed(), rank))
+
+
 def seed_all(seed: int) -> None:
     """Seed the global generators of torch (all devices in use), Python and NumPy: about 15 microseconds on the CPU.
 

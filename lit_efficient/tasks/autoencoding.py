@@ -21,8 +21,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lit_efficient.distributed.seeds import seed_rank
 from lit_efficient.errors import CheckpointError, ChecksTypes, ConfigurationError, check_number, refusal
 from lit_efficient.internals.lightning_metrics import logs_in_bar
+from lit_efficient.internals.lightning_strategies import data_rank
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.models.judges.perceptual import Perceptual, find_network, perceptual_distance, pixel_distance
 from lit_efficient.models.libraries.autoencoders import (
@@ -120,6 +122,10 @@ class Autoencoding(ChecksTypes, LightningModule):
         """Reconstruct images [B, C, H, W] from the mean of the posterior."""
         assert self.autoencoder is not None, "configure_model() builds the network"
         return self.autoencoder.decode(self.autoencoder.encode(images)[0])
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        seed_rank(data_rank(self.trainer))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss for one sample of each image's posterior, drawn from the global generator."""

@@ -1,13 +1,14 @@
 """Conditions of a diffusion network from labels and captions, and the captions of the samples in validation."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_efficient.distributed.ranks import gather_objects
 from lit_efficient.errors import ConfigurationError, check_number, checks_types, refusal
 from lit_efficient.models.libraries.pipeline_folder import EmptyCaption
 from lit_efficient.models.libraries.text_encoder import TextEncoder
@@ -15,6 +16,7 @@ from lit_efficient.models.networks.backbone_shape import BackboneShape
 from lit_efficient.models.networks.condition import Condition
 from lit_efficient.surgery import moved
 
+T = TypeVar("T")
 _PROMPTS = 64  # most captions of the validation data that are kept
 _IMAGES = 8  # most captions if a network sees images, which are kept with them
 
@@ -219,18 +221,23 @@ class Prompts:
             self.labels = []
         self.images = []
 
-    def settle(self, broadcast: Callable[[Any], Any], final: bool, images: bool = False) -> None:
-        """After a validation, use the captions of the first process on all processes. Every process must call it.
+    def settle(self, rank: int, final: bool, images: bool = False) -> None:
+        """After a validation, use the captions that one process alone would have, on all processes.
+
+        Every process must call it.
 
         Args:
-            broadcast: Function that returns the first process's value of an object.
+            rank: Rank among the processes with batches of their own.
             final: Stop gathering captions if there are some.
             images: Whether the network sees images.
         """
         if images:
-            self.images = broadcast(self.images)
+            found = _in_turn(rank, self.images)[:_IMAGES]
+            self.images = [image for image in found if image.shape == found[0].shape]
         if self._gathering:
-            self.captions, self.labels = broadcast((self.captions, self.labels))
+            most = _IMAGES if images else _PROMPTS
+            self.captions = _in_turn(rank, self.captions)[:most]
+            self.labels = _in_turn(rank, self.labels)[:most]
             self._gathering = not (self.captions and final)
 
     def first(self, count: int) -> list[str]:
@@ -267,3 +274,12 @@ class Prompts:
             self.captions = list(state["captions"])
             self.labels = list(state["labels"])
             self._gathering = False
+
+
+def _in_turn(rank: int, own: list[T]) -> list[T]:
+    """Return the entries of all processes, the first of each, then the second of each, and so on: rank r has every R-th
+    row of the data, from the r-th on.
+    """
+    by_rank = dict(gather_objects((rank, own)))  # processes that share batches count once
+    rows = zip_longest(*([(entry,) for entry in by_rank[one]] for one in sorted(by_rank)), fillvalue=())
+    return [entry for row in rows for entries in row for entry in entries]

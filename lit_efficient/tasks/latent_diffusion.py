@@ -31,6 +31,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lit_efficient.distributed.seeds import seed_rank
 from lit_efficient.errors import ConfigurationError, check_number
 from lit_efficient.internals.lightning_metrics import logs_in_bar
 from lit_efficient.internals.lightning_strategies import data_rank
@@ -209,6 +210,10 @@ class LatentDiffusion(LatentGenerator):
             check("text_training.until", until, allowed, math.isfinite(self.trainer.estimated_stepping_batches))
             allowed = "1 with several processes, which wait for the gradients of all parameters"
             check("text_training.until", until, allowed, self.trainer.world_size == 1)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        seed_rank(data_rank(self.trainer))
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Return the loss, and per sample the loss, time, log-SNR, prediction and target for techniques.
@@ -397,7 +402,7 @@ class LatentDiffusion(LatentGenerator):
     def _conclude(self, stage: str) -> None:
         if self.shape.takes_text:
             final = not self.trainer.sanity_checking
-            self._prompts.settle(self.trainer.strategy.broadcast, final, self.image_condition is not None)
+            self._prompts.settle(data_rank(self.trainer), final, self.image_condition is not None)
         averages = self._by_noise.averages(lambda totals: self.trainer.strategy.reduce(totals, reduce_op="sum"))
         for name, value in averages.items():
             self.log(f"{stage}/loss_{name}", value, sync_dist=True)

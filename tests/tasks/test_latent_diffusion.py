@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader
 from lit_efficient import (
     EMA,
     AutoencoderConfig,
+    Autoencoding,
     DiTConfig,
     DiTVariant,
+    ExactResume,
     LatentDiffusion,
     LatentDigits,
     SampleImages,
@@ -25,8 +27,10 @@ from lit_efficient.losses.diffusion import alpha_sigma
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.noise_process import DiffusionProcess
 from lit_efficient.losses.timesteps import TimestepSampling
+from lit_efficient.tasks.latent_conditions import Prompts
 from lit_efficient.tasks.loss_by_noise import NAMES, LossByNoise
 from tests import support
+from tests.processes import run_ranks
 
 MEASURED = {"loss", "frechet_distance", "kernel_distance", "sample_accuracy"} | {f"loss_{name}" for name in NAMES}
 BACKBONE = DiTConfig(channels=2, size=4, patch_size=2, width=32, depth=1, heads=2)
@@ -410,3 +414,56 @@ def test_a_config_may_name_a_schedule_or_describe_the_process():
     assert described.process == DiffusionProcess("scaled_linear", zero_terminal_snr=True)
     assert described.timestep_sampling == TimestepSampling("mode", scale=1.0)
     assert described.sampler == Sampler("ddim", guidance_rescale=0.7)
+
+
+class Drawn(L.Callback):
+    """Record a random number before each training step, and the times that the step drew."""
+
+    def __init__(self):
+        self.numbers = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.numbers.append(torch.rand(()).item())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.numbers += outputs["timesteps"].tolist() if "timesteps" in outputs else []
+
+
+def drawn(kind, resumes, **options):
+    """Train two steps as the command line does, and return what was drawn."""
+    L.seed_everything(3)
+    watch = Drawn()
+    ours = AutoencoderConfig(latent_channels=2, width=8)
+    module = task(samples=Samples(0)) if kind == "diffusion" else Autoencoding(ours)
+    rows = {"latents": torch.zeros(8, 2, 4, 4), "labels": torch.zeros(8).long(), "images": torch.zeros(8, 1, 8, 8)}
+    loader = DataLoader(TensorDictDataset(rows), batch_size=2)
+    callbacks = [watch, ExactResume()] if resumes else [watch]
+    run = trainer(max_steps=2, limit_val_batches=0, callbacks=callbacks, default_root_dir=".", **options)
+    run.fit(module, loader)
+    return watch.numbers
+
+
+def _draw_on_two(kind, resumes):
+    every = [None, None]
+    numbers = drawn(kind, resumes, devices=2, strategy="ddp_find_unused_parameters_true")
+    torch.distributed.all_gather_object(every, numbers)
+    assert len(numbers) == (6 if kind == "diffusion" else 2)
+    assert not {*every[0]} & {*every[1]}
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        torch.save(numbers, f"{kind}.pt")
+    prompts = Prompts(None)
+    rows = [f"photo {row}" for row in range(7)]
+    prompts.gather({"captions": rows[rank::2], "labels": torch.arange(7)[rank::2]})
+    prompts.settle(rank, final=True)
+    assert prompts.captions == rows
+    assert prompts.labels == [*range(7)]
+
+
+@pytest.mark.turns(4, family="ranks")
+@pytest.mark.parametrize(("kind", "resumes"), [("diffusion", False), ("diffusion", True), ("autoencoder", False)])
+def test_processes_draw_noise_of_their_own_and_share_captions(kind, resumes, tmp_path, monkeypatch):
+    """Lightning seeds them alike; the first one draws what a process alone does. Samples are those of one process."""
+    run_ranks(_draw_on_two, tmp_path, kind, resumes)
+    monkeypatch.chdir(tmp_path)
+    assert torch.load(f"{kind}.pt") == drawn(kind, resumes)
