@@ -238,7 +238,7 @@ class ExactResume(Technique):
             self._cut = {"loop": loop, "epoch": trainer.current_epoch, "progress": self._progress(trainer)}
 
     def _check_data(self, trainer: Trainer) -> None:
-        """Refuse to resume inside an epoch of other images, and warn of another number of rows.
+        """Refuse to resume inside an epoch of other images, and warn of other rows of text or another number of rows.
 
         Raises:
             ConfigurationError: If the rows and their number in the epoch are no longer those of the checkpoint.
@@ -249,11 +249,18 @@ class ExactResume(Technique):
             state = loader.state_dict()
             inside = state["epoch"] == _epoch(trainer) and 0 < state["batches"] < batches
             now, contents_now = loader.rows
-            if not inside or not rows or (now, contents_now) == (rows, contents):
+            known = bool(contents and contents_now)
+            if not inside or not rows or (now == rows and (not known or contents_now == contents)):
                 continue
             changed = f"{rows} rows when the checkpoint was written, and {now} now"
-            if not contents or not contents_now:
+            if now != rows and (not known or loader.keeps_order):
                 self._warn(f"the training data had {changed}: the epoch continues in another order")
+                continue
+            if loader.keeps_order:
+                self._warn(
+                    "the training data, or settings with which they are read, have changed since the checkpoint was "
+                    "written: the rest of the epoch may repeat some rows and leave others out"
+                )
                 continue
             raise ConfigurationError(
                 f"ExactResume: the training images have changed since batch {state['batches']} of an epoch, where the "

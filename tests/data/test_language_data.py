@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lit_efficient import CausalLMConfig, GPTConfig, LanguageModeling, PythonCorpus
+from lit_efficient.callbacks.exact_resume import ExactResume
 from lit_efficient.cli.next_steps import evaluations
 from lit_efficient.data.language_data import LanguageData
 from lit_efficient.data.text import chat_cache, in_processes
@@ -20,6 +21,7 @@ from lit_efficient.files.cache import MANIFEST, read_manifest, write_json
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.resumable_loader import make_resumable
 from lit_efficient.mechanisms.trials.probes import ProbeBatches
+from tests.data.resumed import SaveAtSix, Watched
 from tests.data.text.chat_kit import PLAIN, THINKING, tokenizer
 from tests.support import trainer
 
@@ -598,3 +600,30 @@ def test_the_prompt_of_the_next_command_is_of_the_data(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("\n".join(pairs))
     made = ready(language_data(tmp_path, train=str(tmp_path / "pairs.jsonl")))
     assert made.example_prompt() == ("Count to 0:", False)
+
+
+def test_other_rows_are_named_when_a_run_resumes_inside_an_epoch(tmp_path: Path) -> None:
+    saved = tmp_path / "six.ckpt"
+
+    def run(steps: int, **arguments: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            made = trainer([ExactResume(seed=1), SaveAtSix(saved)], max_steps=steps, max_epochs=-1)
+            made.fit(Watched(), language_data(tmp_path), **arguments)
+        return [str(one.message) for one in said if "training data" in str(one.message)]
+
+    assert run(6) == []
+    kept = saved.read_bytes()
+    assert run(8, ckpt_path=saved) == []
+    write_rows(tmp_path / "data.jsonl", start=100)  # as many rows with other contents
+    (warning,) = run(8, ckpt_path=saved)
+    assert "the training data, or settings with which they are read, have changed" in warning
+    checkpoint = torch.load(saved, weights_only=True)
+    (rows,) = checkpoint["callbacks"]["ExactResume"]["data"]
+    rows[1] = ""  # as in checkpoints of earlier versions
+    torch.save(checkpoint, saved)
+    assert run(8, ckpt_path=saved) == []
+    saved.write_bytes(kept)
+    write_rows(tmp_path / "data.jsonl", 70)
+    (warning,) = run(8, ckpt_path=saved)
+    assert "rows when the checkpoint was written" in warning

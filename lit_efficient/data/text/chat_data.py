@@ -188,6 +188,8 @@ class ChatDataModule(ChecksTypes, LightningDataModule):
         self._folder = self._folder or self._prepare(thorough=False)
         found, self.report = self._open(self._folder)
         self.chat_tokenizer = load_chat_tokenizer(str(self._folder / "tokenizer"))
+        for rows in found.values():
+            rows.contents = self._folder.name  # a hash of sources and settings, which ExactResume compares
         self._adopt(found)
         self._is_set_up = True
 

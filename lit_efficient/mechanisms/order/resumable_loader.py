@@ -107,7 +107,7 @@ class ResumableLoader(PlannedLoader):
         if isinstance(sampler, KeyedBatchSampler):
             return len(sampler.index), sampler.contents
         if isinstance(sampler, ResumableSampler):
-            return len(sampler.source), ""
+            return len(sampler.source), str(getattr(self.dataset, "contents", ""))
         return 0, ""
 
     @property
