@@ -2,6 +2,7 @@
 
 A task names its own commands in ``commands_after_fit``, as ``"generate --ckpt {ckpt}"``. ``{output}`` is a new path.
 ``{prompt}`` are options with a prompt of the run's data, from its methods ``example_prompt`` and ``example_images``.
+A task may name the ``export_format`` of its checkpoints, or None for the default of ``export``.
 """
 
 import os
@@ -63,7 +64,8 @@ def next_steps(trainer: Trainer, allowed: Sequence[str], program: str, interrupt
         if not commands:
             commands += [f"{program} {verb}{given} --ckpt_path {short(best)}" for verb in evaluations(trainer)[:1]]
         output = short(Path(folder, f"export_{trainer.global_step}"))
-        kind = " --format peft" if lost else ""
+        format = "peft" if lost else _export_format(trainer.lightning_module)
+        kind = "" if format is None else f" --format {format}"
         commands.append(f"{COMMAND} export {short(best)}{kind} --output {output}")
     commands.append(f"{COMMAND} report {short(folder)}")
     return commands[:MOST_COMMANDS]
@@ -146,6 +148,13 @@ def _base_is_lost(module: LightningModule) -> bool:
     """Return whether checkpoints have adapters alone, and no file has their base: it was drawn at random."""
     parts = vars(module).values()
     return leaves_base_out(module) and any(getattr(part, "draws_weights", False) for part in parts)
+
+
+def _export_format(module: LightningModule) -> str | None:
+    """Return the format of the export; None for the default, which needs the base of adapters."""
+    usual = "peft" if leaves_base_out(module) else None
+    format: str | None = getattr(module, "export_format", usual)
+    return format
 
 
 def _curves(trainer: Trainer) -> list[str]:

@@ -376,9 +376,10 @@ class ImageData(ImageModule):
         ratios = np.array(shapes) / sizes
         kept = (ratios.min(axis=1) / ratios.max(axis=1)).mean()
         enlarged = int((ratios.max(axis=1) > 1).sum())
+        count = len(set(shapes))
         text = (
             f"ImageData: {len(ratios):,} images, {len(self.train_index):,} to train and {len(self.val_index):,} to "
-            f"validate on, in {len(set(shapes))} shapes; crops keep {kept:.1%} of them"
+            f"validate on, in {count} shape{'s' if count > 1 else ''}; crops keep {kept:.1%} of them"
         )
         if enlarged:
             text += f"; {enlarged:,} are smaller than their shape, and enlarged"

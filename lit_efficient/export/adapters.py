@@ -416,6 +416,8 @@ def _base_of(source: _Source, where: Fields) -> tuple[str | None, dict[str, str]
     if "language_modeling" in source.checkpoint:
         hyper = source.checkpoint.get("hyper_parameters", {})
     spec: Fields = hyper.get("model", {})
+    if "latent_diffusion" in source.checkpoint:
+        spec = source.checkpoint["hyper_parameters"].get("backbone", {})
     named = where.get("base") or spec.get("name_or_path")
     if hyper.get("start_from"):  # the base is another checkpoint's network, which has no name
         named = None

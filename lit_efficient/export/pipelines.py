@@ -30,6 +30,7 @@ from lit_efficient.export.learned_embeddings import new_words, write_embeddings
 from lit_efficient.files.atomic_file import check_new_folder, write_folder
 from lit_efficient.files.checkpoints import Checkpoint
 from lit_efficient.files.sums import write_sums
+from lit_efficient.internals.hugging_face import bars_on_terminals
 from lit_efficient.mechanisms.adapters.added_rows import without_added_rows
 from lit_efficient.mechanisms.adapters.diffusers_lora import write_diffusers_lora, write_several
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
@@ -105,7 +106,8 @@ def export_pipeline(
         print(f"note: {note}", file=sys.stderr)
 
     def write(folder: Path) -> None:
-        made.save(folder)
+        with bars_on_terminals():
+            made.save(folder)
         if adapters is not None:
             tensors, config = adapters
             networks = checkpoint["lit_efficient"]["adapters"]["networks"]
@@ -203,7 +205,8 @@ def _write_controlnet(output: Path, network: Any, run: _Run, expected: Mapping[s
         pipeline = "StableDiffusionXLControlNetPipeline"
 
     def write(folder: Path) -> None:
-        network.save_pretrained(folder)
+        with bars_on_terminals():
+            network.save_pretrained(folder)
         (folder / "README.md").write_text(_controlnet_readme(pipeline, run))
         write_sums(folder)
         finding = "not checked" if expected is None else check_tensors(folder, "diffusers", expected)

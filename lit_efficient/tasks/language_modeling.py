@@ -118,6 +118,7 @@ class LanguageModeling(ChecksTypes, LightningModule):
     compares_log_probs: ClassVar[bool] = False  # the loss is no cross-entropy, but made of log-probabilities
     lacks_balance: ClassVar[str | None] = None  # reason why the balancing loss of routers cannot be added
     commands_after_fit: ClassVar[tuple[str, ...]] = ("generate --ckpt {ckpt} {prompt}",)
+    export_format: ClassVar[str | None] = None  # the default of `export`, which finds the base of adapters
     cannot_generate: ClassVar[str | None] = None  # reason why the model continues no texts
 
     def __init__(

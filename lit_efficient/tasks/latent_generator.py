@@ -174,6 +174,15 @@ class LatentGenerator(ChecksTypes, LightningModule):
         return shape_with(backbones.shape_of(self.backbone), self.image_condition, "LatentDiffusion")
 
     @property
+    def export_format(self) -> str | None:
+        """Format of ``export`` that checkpoints of this run have; None for the default."""
+        if self.image_condition is not None and self.image_condition.kind != "sequence":
+            return "diffusers"
+        if leaves_base_out(self):
+            return "peft"
+        return None
+
+    @property
     def conditioning(self) -> Conditioning:
         """Builder of the network's conditions."""
         encoder = self.live_text or self.text_encoder

@@ -55,6 +55,14 @@ def merge(into: dict[str, Any], other: dict[str, Any]) -> None:
             into[key] = value
 
 
+def follow(printed: str, verb: str) -> Path:
+    """Run the command with a verb that a fit has printed at its end, and return the path of its output."""
+    lines = printed[printed.index("Next:") :].splitlines()
+    (command,) = (shlex.split(line)[3:] for line in lines if line.startswith(f"  python -m lit_efficient {verb} "))
+    assert main(command) == 0
+    return Path(command[command.index("--output") + 1])
+
+
 def fit_and_follow(capsys: pytest.CaptureFixture[str], config: str, *more: str) -> list[str]:
     """Fit, type each line below "Next:", evaluate, and resume; return the commands that were printed."""
     capsys.readouterr()

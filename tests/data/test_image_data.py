@@ -417,7 +417,7 @@ def test_what_was_found_is_said(tmp_path, caplog):
     assert "reading the 10 images" in text
     assert "10 images, labels: its 2 subfolders" in text
     # 40x40, 30x60, 60x30, 40x50, 64x24, twice each: three of five have a side below 40; squares keep 0.635 of all.
-    assert "in 1 shapes; crops keep 63.5% of them; 6 are smaller than their shape, and enlarged; 2 classes" in text
+    assert "in 1 shape; crops keep 63.5% of them; 6 are smaller than their shape, and enlarged; 2 classes" in text
 
 
 @pytest.mark.parametrize(("field", "value"), [("horizontal_flip", 0.5), ("buckets", [[16, 16]])])

@@ -439,7 +439,7 @@ def drawn(kind, resumes, **options):
     loader = DataLoader(TensorDictDataset(rows), batch_size=2)
     callbacks = [watch, ExactResume()] if resumes else [watch]
     run = trainer(max_steps=2, limit_val_batches=0, callbacks=callbacks, default_root_dir=".", **options)
-    run.fit(module, loader)
+    run.fit(module, loader, loader)
     return watch.numbers
 
 
