@@ -609,7 +609,7 @@ def test_other_rows_are_named_when_a_run_resumes_inside_an_epoch(tmp_path: Path)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             made = trainer([ExactResume(seed=1), SaveAtSix(saved)], max_steps=steps, max_epochs=-1)
-            made.fit(Watched(), language_data(tmp_path), **arguments)
+            made.fit(Watched(), language_data(tmp_path, pack=False, val_fraction=0.0), **arguments)
         return [str(one.message) for one in said if "training data" in str(one.message)]
 
     assert run(6) == []

@@ -10,6 +10,7 @@ from typing import Literal
 from lit_efficient.errors import ConfigurationError, checks_types, refusal
 
 AUTO = "auto"
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
 Label = int | str
 _JSON = "json."  # of columns that are entries of a .json file in a tar
 Subfolders = Literal["auto", "classes", "repeats"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_efficient.data.images.image_columns import (
+    IMAGE_SUFFIXES,
     ImageColumns,
     Label,
     bytes_of,
@@ -26,6 +27,8 @@ from lit_efficient.data.images.image_columns import (
 from lit_efficient.errors import ConfigurationError, listed
 from lit_efficient.files.tables import map_table
 from lit_efficient.internals.hugging_face import load_saved
+
+_COMPARED = 5  # rows of a tar whose members `datasets` compares
 
 
 class SavedTable:
@@ -105,7 +108,7 @@ def _opened(path: Path, split: str, files: Sequence[Path], cache_dir: str | None
         return map_table("ImageData", "parquet", files, cache_dir)
     if files and files[0].suffix == ".tar":
         for file in files:
-            _check_folders(file)
+            _check_members(file)
         rows = map_table("ImageData", "webdataset", files, cache_dir).flatten()  # makes json.caption of an entry
         return rows.remove_columns([name for name in ("__key__", "__url__") if name in rows.features])
     if files:
@@ -120,17 +123,31 @@ def _opened(path: Path, split: str, files: Sequence[Path], cache_dir: str | None
     return rows
 
 
-def _check_folders(file: Path) -> None:
-    """Refuse a tar whose images are in several folders: their names may be classes, which WebDataset does not have."""
+def _check_members(file: Path) -> None:
+    """Refuse a tar that is no WebDataset, but a packed folder.
+
+    Its images are in several folders, whose names may be classes, or their rows have members of different types.
+    """
     try:
         with tarfile.open(file) as archive:
-            folders = {str(Path(member.name).parent) for member in archive if member.isfile()}
+            members = [Path(member.name) for member in archive if member.isfile()]
     except (OSError, tarfile.TarError) as error:
         raise ConfigurationError(f"ImageData: {file} cannot be read as a tar: {error}.") from error
-    if len(folders) > 1:
+    folders = {str(member.parent) for member in members}
+    reason = f"holds the folders {listed(sorted(folders), 3)}, whose names may be classes" if len(folders) > 1 else ""
+    rows: dict[str, list[str]] = {}
+    for member in members:
+        name, _, kind = member.name.partition(".")
+        rows.setdefault(name, []).append(kind)
+    images = {", ".join(sorted(kind for kind in row if f".{kind.lower()}" in IMAGE_SUFFIXES)) for row in rows.values()}
+    kinds = {", ".join(sorted(row)) for row in list(rows.values())[:_COMPARED]}
+    differing = max(images, kinds, key=len)
+    if not reason and len(differing) > 1:
+        reason = f"has rows of different types ({'; '.join(sorted(differing)[:3])}), which WebDataset does not allow"
+    if reason:
         raise ConfigurationError(
-            f"ImageData: {file} holds the folders {listed(sorted(folders), 3)}, whose names may be classes. Unpack it "
-            f"(mkdir {file.stem}; tar -xf {file.name} -C {file.stem}), and name the new folder."
+            f"ImageData: {file} {reason}. Unpack it (mkdir {file.stem}; tar -xf {file.name} -C {file.stem}), and name "
+            "the new folder."
         )
 
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from lit_efficient.data.images.image_columns import ImageColumns, Label
+from lit_efficient.data.images.image_columns import IMAGE_SUFFIXES, ImageColumns, Label
 from lit_efficient.data.images.image_folder import ENDINGS, FolderTable, companions, files_in, is_label
 from lit_efficient.data.images.image_rows import SavedTable
 from lit_efficient.data.images.image_set import ImageSet
 from lit_efficient.errors import ConfigurationError, checks_types
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),

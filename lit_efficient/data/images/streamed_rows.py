@@ -17,8 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_efficient.data.images.image_columns import ImageColumns, bytes_of, chosen_column, image_column, tar_column
-from lit_efficient.data.images.image_tables import IMAGE_SUFFIXES
+from lit_efficient.data.images.image_columns import (
+    IMAGE_SUFFIXES,
+    ImageColumns,
+    bytes_of,
+    chosen_column,
+    image_column,
+    tar_column,
+)
 from lit_efficient.data.latents.encoded_mds import MosaicShards, mosaic_files
 from lit_efficient.errors import ConfigurationError, refusal
 

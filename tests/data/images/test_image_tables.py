@@ -409,3 +409,16 @@ def test_a_tar_of_folders_is_refused_with_the_line_that_unpacks_it(tmp_path, mon
     command = re.search(r"\((mkdir .*)\)", str(refused.value))[1]
     subprocess.run(command, shell=True, check=True)
     assert contents(opened(tmp_path / "pets")) == {number: (name, None) for number, (name, _) in NAMED.items()}
+
+
+def test_a_tar_of_photographs_of_several_types_is_refused_with_the_line_that_unpacks_it(tmp_path, monkeypatch):
+    names = [f"{n:03}.{'bmp' if n % 2 else 'png'}" for n in range(COUNT)]
+    write(tmp_path / "photos", names)
+    with tarfile.open(tmp_path / "some.tar", "w") as archive:
+        for name in names:
+            archive.add(tmp_path / "photos" / name, name)
+    with pytest.raises(ConfigurationError, match=r"rows of different types \(bmp; png\).*Unpack it") as refused:
+        opened(tmp_path / "some.tar")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(re.search(r"\((mkdir .*)\)", str(refused.value))[1], shell=True, check=True)
+    assert len(contents(opened(tmp_path / "some"))) == COUNT
