@@ -74,6 +74,8 @@ def drop_block(
     if drop is None:
         drop = bool(torch.rand(()) < rate)
     if drop:
+        if not torch.is_grad_enabled():  # also in forward mode, whose derivatives MeanFlow takes
+            return tree_map(torch.clone, x)
         trainable = [p for p in parameters if p.requires_grad]
         if isinstance(x, Tensor):
             return _ZeroGradients.apply(1, x, *trainable)[0]

@@ -16,6 +16,7 @@ from lit_efficient import (
     MeanFlow,
     Samples,
     Shortcut,
+    StochasticDepth,
 )
 from lit_efficient.data.digit_images import TensorDictDataset
 from lit_efficient.errors import ConfigurationError
@@ -214,3 +215,12 @@ def test_alignment_takes_the_pass_with_gradients(tmp_path):
     loader = torch.utils.data.DataLoader(TensorDictDataset(batch()), batch_size=4)
     trainer.fit(module, loader, loader)
     assert -1 <= float(trainer.callback_metrics["train/hidden_alignment"]) < 0
+
+
+def test_blocks_may_be_dropped_where_the_target_is_a_derivative(tmp_path):
+    module = FewStepDiffusion(replace(BACKBONE, depth=2), samples=Samples(0))
+    loader = torch.utils.data.DataLoader(TensorDictDataset(batch()), batch_size=4)
+    technique = StochasticDepth(rate=0.99, mode="uniform")
+    trainer = support.trainer(default_root_dir=tmp_path, max_steps=2, limit_val_batches=0, callbacks=[technique])
+    trainer.fit(module, loader, loader)
+    assert trainer.callback_metrics["train/loss"].isfinite()

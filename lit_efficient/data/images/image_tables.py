@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lit_efficient.data.images.image_columns import IMAGE_SUFFIXES, ImageColumns, Label
 from lit_efficient.data.images.image_folder import ENDINGS, FolderTable, companions, files_in, is_label
 from lit_efficient.data.images.image_rows import SavedTable
 from lit_efficient.data.images.image_set import ImageSet
 from lit_efficient.errors import ConfigurationError, checks_types
 
+_UNREAD = (".heic", ".heif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".psd")
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -99,11 +102,20 @@ def open_table(about: ImageSet, split: str, columns: ImageColumns, cache_dir: st
     for suffix in (".parquet", ".arrow", ".tar"):
         found[suffix] = [file for file in files if file.suffix == suffix]
     kinds = [kind for kind, listed in found.items() if listed]
+    others = [file for file in files if file.suffix.lower() in _UNREAD]
+    remark = ""
+    if others:
+        first = others[0].relative_to(path)
+        remark = (
+            f"{len(others)} images, the first is {first}, have formats that are not read. Convert them to .jpg or .png"
+        )
     if not kinds:
         suffixes = ", ".join(IMAGE_SUFFIXES)
         raise ConfigurationError(
-            f"ImageData: the folder {name} holds no image ({suffixes}), .parquet, .arrow or .tar file."
+            f"ImageData: the folder {name} holds no image ({suffixes}), .parquet, .arrow or .tar file. {remark}".strip()
         )
+    if remark:
+        rank_zero_warn(f"ImageData: left out: {remark}")
     if len(kinds) > 1:
         raise ConfigurationError(f"ImageData: the folder {name} holds {' and '.join(kinds)}. Name one kind of files.")
     if kinds[0] == "images":

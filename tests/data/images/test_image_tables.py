@@ -322,6 +322,16 @@ def test_what_is_wrong_is_said(tmp_path, kind, columns, message):
         opened(broken(tmp_path / "x", kind), columns=ImageColumns(**columns))
 
 
+def test_images_of_formats_that_are_not_read_are_named(tmp_path):
+    (tmp_path / "phone").mkdir()
+    (tmp_path / "phone" / "IMG_1.HEIC").write_bytes(b"ftypheic")
+    with pytest.raises(ConfigurationError, match=r"no image .* 1 images, the first is IMG_1.HEIC, have formats"):
+        opened(tmp_path / "phone")
+    write(tmp_path / "phone", [f"{n}.png" for n in range(COUNT)])
+    with pytest.warns(UserWarning, match=r"left out: 1 images, the first is IMG_1.HEIC, .* Convert them"):
+        assert len(contents(opened(tmp_path / "phone"))) == COUNT
+
+
 def test_paths_that_are_nothing(tmp_path):
     (tmp_path / "a.zip").write_bytes(b"")
     (tmp_path / "b.parquet").write_bytes(b"no")
