@@ -133,3 +133,27 @@ def test_the_peak_of_few_blocks_at_the_start_of_a_backward_pass_is_not_mixed_wit
     assert more.memory.kinds["activations"] == 17
     found = deep_networks.deepened(few, more, 28).memory
     assert (found.peak, dict(found.kinds)) == (whole.memory.peak, dict(whole.memory.kinds))
+
+
+def test_all_blocks_are_traced_where_the_peaks_of_few_are_at_different_places(monkeypatch):
+    for name, blocks in (("FEW", 2), ("MORE", 3), ("MANY", 5)):
+        monkeypatch.setattr(planning, name, blocks)
+        monkeypatch.setattr(deep_networks, name, blocks)
+    extrapolated = planned("gpt")
+    given = []
+
+    def elsewhere(few: Traced, more: Traced, blocks: int) -> Traced | None:
+        top = Moment("backward", {"weights": few.memory.peak, "activations": few.memory.peak})
+        few = replace(few, memory=replace(few.memory, timeline=(top,)))
+        last = Moment("backward", {"weights": 2 * more.memory.peak})
+        more = replace(more, memory=replace(more.memory, timeline=(last,)))
+        given.append(deep_networks.deepened(few, more, blocks))
+        return given[0]
+
+    monkeypatch.setattr(planning, "deepened", elsewhere)
+    found = planned("gpt")
+    monkeypatch.setattr(planning, "MANY", 10**6)
+    whole = planned("gpt")
+    assert given == [None]
+    assert (found.peak, found.kinds, found.notes) == (whole.peak, whole.kinds, whole.notes)
+    assert found.notes != extrapolated.notes

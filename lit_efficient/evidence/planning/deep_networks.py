@@ -5,6 +5,7 @@
 The peak at n blocks is the highest of these points, which may be another one than at b blocks. Gradients grow in a
 backward pass while activations shrink, so its highest point may be at its beginning in a shallow network and at its end
 in a deep one. Three parts of it are separate phases therefore: a first quarter, the last half of a block, and the rest.
+If some kind of memory would be negative at the peak nevertheless, the points are of different places in the network.
 """
 
 from collections.abc import Mapping
@@ -18,10 +19,15 @@ from lit_efficient.evidence.planning.traced_step import Traced
 FEW = 4
 MORE = 8
 MANY = 24  # number of blocks above which a network is extrapolated
+_NEGLIGIBLE = 0.01  # share of the peak
 
 
-def deepened(few: Traced, more: Traced, blocks: int) -> Traced:
-    """Return the step of a network of ``blocks`` blocks, from those of ``FEW`` and ``MORE`` blocks."""
+def deepened(few: Traced, more: Traced, blocks: int) -> Traced | None:
+    """Return the step of a network of ``blocks`` blocks, from those of ``FEW`` and ``MORE`` blocks.
+
+    Returns:
+        None if their highest points cannot be compared. All blocks must be traced then.
+    """
     factor = (blocks - MORE) / (MORE - FEW)
 
     def line(a: float, b: float) -> int:
@@ -36,8 +42,13 @@ def deepened(few: Traced, more: Traced, blocks: int) -> Traced:
     tops_a = _tops(a, FEW)
     tops_b = _tops(b, MORE)
     # The peak of the deep network may be in another phase than that of the shallow ones.
-    tops = [Moment(part[0], kinds(tops_a[part], tops_b[part])) for part in tops_b if part in tops_a]
+    both = [part for part in tops_b if part in tops_a]
+    tops = [Moment(part[0], kinds(tops_a[part], tops_b[part])) for part in both]
     top = max(tops, key=lambda moment: moment.bytes)
+    part = both[tops.index(top)]
+    unbounded = [tops_b[part].get(kind, 0) * (1 + factor) - tops_a[part].get(kind, 0) * factor for kind in KINDS]
+    if min(unbounded) < -_NEGLIGIBLE * top.bytes:
+        return None
     memory = StepMemory(top.bytes, top.kinds, kinds(a.resident, b.resident), line(a.host, b.host), tuple(tops))
     note = (
         f"Networks of {FEW} and {MORE} of the {blocks} equal blocks were traced, and the difference for each block was "

@@ -119,6 +119,7 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
     def traced_with(few: FewBlocks, fit: Fit) -> Traced:
         return trace(fit, lambda: make(few), batch, batches, mode, block, simulated)
 
+    extrapolated: Traced | None = None
     try:
         traced = traced_with(few, fit)
         # The first trace shows whether blocks were removed.
@@ -126,11 +127,14 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
             fewer = FewBlocks(FEW, only_above=MANY)
             shallow = make(fewer)
             shallow.data = fit.data  # which is prepared already
-            traced = deepened(traced_with(fewer, shallow), traced, few.before)
+            extrapolated = deepened(traced_with(fewer, shallow), traced, few.before)
     except NoEffectError:
+        # A technique may save nothing on so few blocks, and much on all of them.
         if not few.before:
             raise
-        # A technique may save nothing on so few blocks, and much on all of them.
+    if extrapolated is not None:
+        traced = extrapolated
+    elif few.before:
         few = FewBlocks(MORE, only_above=few.before)
         whole = make(few)
         whole.data = fit.data
