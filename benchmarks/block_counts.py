@@ -7,8 +7,9 @@ Shapes are those of Llama 3.2 3B, with 2 rows of 4,096 tokens. Nothing is comput
 counts of a block are those of a network of two blocks less those of one block. An operator that only changes shape or
 strides launches nothing. A launch reads each argument and writes each result once; numbers that a tensor repeats count
 once. Attention counts as one launch, as does torch's RMSNorm. Kernels of Liger count where Triton would launch
-them. A compiled function counts as the kernels that inductor makes of it: one forward for each result and one backward
-for each input, except that all inputs of a gated product have one (tests/test_block_counts.py counts them).
+them. A compiled function counts as one kernel forward for each result and one backward for each input, except that all
+inputs of a gated product have one. A test counts those that inductor makes of a gate. Those of norms are assumed,
+because inductor's code for a CPU has other kernels for sums.
 
 torchtune and Liger are counted where the packages are installed. The last lines count the loss in chunks with the
 head's gradient, and a step of AdamW for a weight of 4,096 x 1,024 in bfloat16.

@@ -1,15 +1,12 @@
 """A block of our GPT launches fewer kernels and moves fewer bytes than those of transformers and peft.
 
-By plan, all rungs but one of torchtune's table of peak memory take less than was published.
+By plan, all rungs of torchtune's table of peak memory take less than was published.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.block_counts import STEPPED, counts, head_counts, step_counts
 from benchmarks.plan_beside_torchtune import RUNGS, Plain
@@ -18,7 +15,6 @@ from lit_efficient import plan
 from lit_efficient.callbacks import memory_efficient_layers as layers
 from lit_efficient.internals.torch_compiler import compiled_once
 from lit_efficient.mechanisms.adapters import base
-from lit_efficient.models.networks.gpt import rotate
 
 UNSLOTH = 128  # launches of a block with adapters, read in its code
 
@@ -70,29 +66,17 @@ def test_a_step_of_8_bit_adamw_is_one_kernel_that_reads_and_writes_codes() -> No
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("function", "trains", "kernels"),
-    [("gate", True, (1, 1)), ("rotate", True, (1, 1)), ("norm", True, (1, 2)), ("norm", False, (1, 1))],
-)
-def test_inductor_makes_as_many_kernels_as_are_counted(function: str, trains: bool, kernels: tuple[int, int]) -> None:
+def test_inductor_makes_one_kernel_of_a_gate_each_way() -> None:
     from torch._inductor import metrics
 
-    x, y = (torch.randn(2, 3, 5, 48, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    given: dict[str, tuple[Any, ...]] = {
-        "gate": (layers._activated_product, torch.nn.functional.silu, x, y),
-        "rotate": (rotate, x, torch.randn(1, 2, 5, 48).bfloat16()),
-        "norm": (nn.RMSNorm.forward, nn.RMSNorm(48).bfloat16().requires_grad_(trains), x),
-    }
-    own, *arguments = given[function]
+    gate, up = (torch.randn(3, 5, 48, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     metrics.reset()
-    out = compiled_once(own)(*arguments)
-    forward = metrics.generated_kernel_count
-    out.backward(torch.randn_like(out))
-    assert (forward, metrics.generated_kernel_count - forward) == kernels
+    compiled_once(layers._activated_product)(torch.nn.functional.silu, gate, up).sum().backward()
+    assert metrics.generated_kernel_count == 2
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", sorted({*RUNGS} - {"checkpointing"}))
+@pytest.mark.parametrize("name", sorted(RUNGS))
 def test_a_rung_of_torchtune_s_table_is_planned_below_its_peak(name: str) -> None:
     published, rung = RUNGS[name]
     assert plan(RungFit(rung, Plain), device="cuda").peak < published * 2**30
