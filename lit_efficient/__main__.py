@@ -50,7 +50,7 @@ usage: python -m lit_efficient COMMAND ...
               memory, `--matrix` lists conflicts    [--for memory | speed | quality | safety | oom] [--json]
   configs     list the configs of the package; CONFIG is a name in this list, or a file    [--json]
   copy        write a config of the package into a file to edit:    NAME [FILE]
-  report      write an HTML page with charts of runs, side by side:    RUN [RUN ...] [--output FILE.html]
+  report      write an HTML page with charts of runs, side by side:    RUN [RUN ...] [--output FILE.html | --serve]
   preview     show a batch of tokens without training: trained, masked, packed, truncated    -c CONFIG.yaml
   cache-latents  encode the images of a config once for all runs:    -c CONFIG.yaml [--batch_size 32 --device cuda]
   average     write the weighted mean of checkpoints:    CKPT... --output FILE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 from PIL import Image
 
 from lit_efficient.__main__ import main
-from lit_efficient.commands.report import folder_of
+from lit_efficient.commands.report import folder_of, server
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.reporting.run_page import chart_of, facts, page
 from lit_efficient.evidence.reporting.run_record import RunRecord, flattened
@@ -360,3 +362,65 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
         assert pixels.count(blue) > 100  # the line of the first metric
         edge = image.crop((image.width - 10, 0, image.width, 1400))
         assert set(edge.get_flattened_data()) == {first(image)}  # nothing is wider than the page
+
+
+def test_a_served_page_follows_a_run_until_it_ends(tmp_path: Path) -> None:
+    folder = whole(tmp_path / "lora" / "2026-01-31_12-00-00")
+    events = folder / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join(lines[:-1]))  # not ended
+
+    with server([folder]) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+
+        def asked(path: str = "/", host: str = "127.0.0.1") -> tuple[int, str | None, str]:
+            connection = http.client.HTTPConnection("127.0.0.1", serving.server_port)
+            connection.request("GET", path, headers={"Host": f"{host}:{serving.server_port}"})
+            answer = connection.getresponse()
+            found = answer.status, answer.headers["Refresh"], answer.read().decode()
+            connection.close()
+            return found
+
+        try:
+            assert serving.server_address[0] == "127.0.0.1"
+            status, refresh, text = asked()
+            assert (status, refresh) == (200, "5")
+            assert "val/loss 2.5" in text
+            events.write_text("".join([*lines[:-1], metrics(50, val__loss=1.25)]))
+            assert "val/loss 1.25" in asked()[2]
+            events.write_text("".join(lines))
+            assert asked("/", "localhost")[:2] == (200, None)
+            assert asked("/config.yaml")[0] == 404
+            assert asked("/", "evil.example")[0] == 403
+        finally:
+            serving.shutdown()
+            thread.join()
+
+
+def test_serve_says_its_address_and_ends_with_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("http.server.ThreadingHTTPServer.serve_forever", interrupted)
+    folder = str(whole(tmp_path / "run"))
+    assert main(["report", "--serve", folder]) == 0
+    assert re.search(r"http://127\.0\.0\.1:\d+/ shows the report until Ctrl-C", capsys.readouterr().out)
+    assert not (tmp_path / "run" / "report.html").exists()
+    assert main(["report", "--serve", folder, "--output", "x.html"]) == 2
+    assert "leave --output out" in capsys.readouterr().err
+    assert main(["report", "--serve", folder, "--port", "70000"]) == 2
+    assert "--port must be" in capsys.readouterr().err
+
+
+def test_the_axes_of_a_chart_have_names(tmp_path: Path) -> None:
+    text = page([RunRecord(whole(tmp_path / "run"))])
+    charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(charts) == 5
+    for chart in charts:
+        title = re.search(r'aria-label="(.*?)"', chart)
+        names = re.findall(r"<text[^>]*>(.*?)</text>", chart)
+        assert title is not None
+        assert {"step", title[1]} <= set(names)

@@ -20,13 +20,15 @@ COLOURS = 8
 # Width of a picture, and the right end of its plot area.
 WIDTH = 400
 RIGHT = 388
-_HEIGHT = 220
+_HEIGHT = 234
 _TOP = 10
 _BOTTOM = 196
 # Values are clipped to these sizes, so that differences between them are finite and fractions of them are not zero.
 _LEAST = 1e-280
 _MOST = 1e300
 _LOGARITHMIC = 30  # ratio of the highest to the lowest value above which a chart is logarithmic
+_LABEL = 14  # room for the name of the vertical axis
+_LONGEST = 34  # characters of that name
 _WITH_DOTS = 20  # most points of a line whose points are marked
 
 
@@ -55,7 +57,7 @@ def line_chart(title: str, lines: Sequence[Line], *, from_zero: bool = False, al
     The vertical axis is logarithmic if all values are positive and their ratio exceeds 30.
 
     Args:
-        title: Name of the chart for screen readers.
+        title: Name of the chart for screen readers, and of the vertical axis.
         lines: At least one line with at least one point.
         from_zero: Start the vertical axis at zero and keep it linear.
         along: Quantity of the horizontal axis. Ticks of ``step`` are whole numbers.
@@ -69,7 +71,7 @@ def line_chart(title: str, lines: Sequence[Line], *, from_zero: bool = False, al
     if from_zero:
         low = min(low, 0.0)
     y_axis = Axis(low, high, _BOTTOM, _TOP, logarithmic, margin=0.04)
-    x_axis = Axis(min(steps), max(steps), y_axis.room(), RIGHT)
+    x_axis = Axis(min(steps), max(steps), y_axis.room() + _LABEL, RIGHT)
     ends = [f"{line.name}: {number(line.points[0][1])} to {number(line.points[-1][1])}" for line in lines if line.name]
     return rendered(
         "line_chart.svg",
@@ -80,6 +82,7 @@ def line_chart(title: str, lines: Sequence[Line], *, from_zero: bool = False, al
         x_axis=x_axis,
         y_axis=y_axis,
         along=along,
+        name=title if len(title) <= _LONGEST else f"{title[: _LONGEST - 1]}…",
         curves=[_curve(line, x_axis, y_axis) for line in lines],
     )
 
