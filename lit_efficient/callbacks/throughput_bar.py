@@ -23,7 +23,7 @@ from lit_efficient.internals.lightning_strategies import readers
 from lit_efficient.internals.lightning_trainer import TrainerOnly
 from lit_efficient.mechanisms.metering import count_batch, short_number
 
-_SECONDS_PER_LINE = 60.0  # if the end of the run is unknown
+_SECONDS_PER_LINE = 60.0  # if the end of the run is unknown, and within a validation
 _BAR = 60  # characters of a bar without its figures
 
 
@@ -35,7 +35,7 @@ class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
     Args:
         refresh_rate: Number of batches between two refreshes of the bar, at least 1.
         lines: Number of lines that are printed over the whole run if the output is no terminal, at least 1. Each
-            validation prints one more.
+            validation prints one more, and one a minute while it goes on.
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -113,6 +113,24 @@ class ThroughputBar(TQDMProgressBar, ChecksTypes, TrainerOnly):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused = time.monotonic()
         super().on_validation_start(trainer, pl_module)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        now = time.monotonic()
+        if self.is_enabled and not self._interactive and now - max(self._paused, self._last_line) >= _SECONDS_PER_LINE:
+            self._last_line = now
+            loader = ""
+            if len(trainer.num_val_batches) > 1:
+                loader = f" of loader {dataloader_idx}"
+            self.print(f"validation: batch {batch_idx + 1}/{trainer.num_val_batches[dataloader_idx]}{loader}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)

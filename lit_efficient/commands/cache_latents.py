@@ -84,7 +84,7 @@ def _cache(options: argparse.Namespace, rest: list[str], rank: int, count: int) 
 
 
 class Bar:
-    """Progress bar that counts encoded images and seconds. It is visible only on a terminal."""
+    """Progress that counts encoded images and seconds."""
 
     def __init__(self) -> None:
         self.encoded = 0
@@ -94,9 +94,9 @@ class Bar:
 
     def __call__(self, total: int, done: int) -> Bar:
         """Start the bar for ``total`` images, of which an earlier run encoded ``done``."""
-        from tqdm import tqdm
+        from lit_efficient.mechanisms.progress import Progress
 
-        self._bar = tqdm(total=total, initial=done, desc="encoding", unit="img", disable=None)  # terminals only
+        self._bar = Progress("encoding", "images", total, done)
         self._last = time.monotonic()
         return self
 
@@ -107,8 +107,6 @@ class Bar:
         self.seconds += now - self._last
         self._last = now
         self._bar.update(count)
-        if self._bar.n >= self._bar.total:
-            self._bar.close()
 
 
 def summary(folder: Path, manifest: Mapping[str, Any], bar: Bar) -> Iterator[str]:

@@ -9,6 +9,7 @@ written.
 import argparse
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,13 @@ def run(argv: Sequence[str]) -> int:
         many = {"devices": options.devices, "num_nodes": options.nodes, "accelerator": "cpu"}
         rest += [f"--trainer.{name}={value}" for name, value in many.items()]
     with explained(rest):
+        data = "prepares the data, and loads a batch" if options.with_data else "reads no data"
+        print(
+            "check: builds the network without weights, applies the techniques, plans the optimizer, and "
+            f"{data}. Importing torch and Lightning takes most of the time.",
+            file=sys.stderr,
+            flush=True,
+        )
         print("\n".join(_checked(rest, options.with_data, options.devices is None)))
     return 0
 

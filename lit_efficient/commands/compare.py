@@ -61,6 +61,12 @@ def run(argv: Sequence[str]) -> int:
         alone=options.all,
         planner=ConfigFit(rest, root, device="meta"),
     )
+    print(
+        f"compare: trains {len(comparing.variants)} variants for {options.steps} steps, {options.seeds} times each by "
+        f"turns, in {comparing.folder}. No run begins after {options.minutes:g} minutes; Ctrl-C keeps finished runs.",
+        file=sys.stderr,
+        flush=True,
+    )
     interrupted = False
     try:
         comparing.run()

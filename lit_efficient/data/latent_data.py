@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -40,6 +41,7 @@ from lit_efficient.data.latents.teacher_features import TeacherFeatures, stored_
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.cache import cache_root, digest_of
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key
+from lit_efficient.mechanisms.progress import Progress
 from lit_efficient.models.libraries.autoencoders import build_autoencoder
 from lit_efficient.models.libraries.diffusers_model import DiffusersModelConfig
 from lit_efficient.models.libraries.latent_codec import AutoencoderOnDisk, LatentCodec, find_autoencoder
@@ -201,7 +203,7 @@ class LatentData(KeyedModule):
         self.images.setup("fit")
         if self.build:
             rank_zero_info(f"LatentData: the latent cache is {self.cache_folder()}")
-            self.write_cache()
+            self.write_cache(progress=partial(Progress, "encoding", "images"))
         else:
             self._open(thorough=True)
 

@@ -192,3 +192,14 @@ def test_numbers_are_short(value: float, text: str) -> None:
 def test_bad_arguments_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"ThroughputBar: {name} must be a whole number of at least 1, got 0"):
         ThroughputBar(**{name: 0})
+
+
+def test_a_long_validation_prints_lines_without_a_terminal(monkeypatch, capsys) -> None:
+    def printed() -> list[str]:
+        bar = ThroughputBar()
+        trainer(callbacks=[bar], max_steps=10, num_sanity_val_steps=0).fit(Model(), loader(), loader(6))
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation")]
+
+    assert not printed()
+    monkeypatch.setattr("lit_efficient.callbacks.throughput_bar._SECONDS_PER_LINE", 0.0)
+    assert printed() == [f"validation: batch {number}/3" for number in (1, 2, 3)]

@@ -37,6 +37,7 @@ from lit_efficient.data.text.text_files import unit_hash
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import MANIFEST, cache_folder, prepared_folder, read_manifest, seal
 from lit_efficient.files.file_hashes import broken_seal
+from lit_efficient.mechanisms.progress import Progress
 
 SPLITS = ("train", "val")
 # Rows that are tokenised together.
@@ -186,7 +187,9 @@ def _build(recipe: Recipe, target: Path) -> None:
             about["formats"] += reader.formats
             seen = RowCount()
             chunks = _chunks(recipe.split_rows(name, reader, split))
+            progress = Progress(f"tokenising {name}", "rows")
             for chunk, encoded in in_processes(encoder.encode_chunk, chunks):
+                progress.update(len(chunk))
                 if not checked and any(_has_messages(one.row) for one in chunk):
                     checked = True
                     about["end_warning"] = encoder.check_end_of_turn()
@@ -198,6 +201,7 @@ def _build(recipe: Recipe, target: Path) -> None:
                     else:
                         writer.add(one, found)
                         texts.add(one.place, found)
+            progress.close()
             about["malformed"][name] = asdict(seen)
             about["empty"][name] = asdict(reader.empty)
             writer.counts[name].malformed = seen.malformed

@@ -16,6 +16,7 @@ import numpy as np
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import map_numbers, read_manifest, seal
 from lit_efficient.files.sums import check_sums
+from lit_efficient.mechanisms.progress import Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -95,8 +96,10 @@ def write_token_cache(
     dtype = "uint16" if tokenizer.get_vocab_size() <= 2**16 else "uint32"
     for name, texts in (("train.bin", train), ("val.bin", val)):
         with (folder / name).open("wb") as file:
+            progress = Progress("tokenising", "texts", len(texts))
             for ids in _tokenise(tokenizer, texts, np.dtype(dtype)):
                 file.write(ids.tobytes())
+                progress.update(1)
     seal(folder, FORMAT, {"dtype": dtype, **about})
 
 
