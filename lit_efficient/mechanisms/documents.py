@@ -106,13 +106,15 @@ def by_lengths(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs
 
 def by_starts(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
     """Return, for each token, the index at which its document begins, instead of a mask of [T, T]."""
+    if position_ids.shape[1] > longest_row(network):  # longer than the rows for which the layers were examined
+        return by_windows(network, input_ids, position_ids)
     starts = document_starts(position_ids)[:, None, None]
     return by_positions(network, input_ids, position_ids) | {"attention_mask": starts}
 
 
 def by_windows(network: Any, input_ids: Tensor, position_ids: Tensor) -> _Inputs:
     """Return, for each token and kind of layer, the index of the first token that it sees, instead of masks."""
-    reach = reach_of(network, longest_row(network))
+    reach = reach_of(network, max(longest_row(network), position_ids.shape[1]))
     assert reach is not None
     return by_positions(network, input_ids, position_ids) | {"attention_mask": reach.starts(position_ids)}
 

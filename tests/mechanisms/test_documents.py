@@ -482,6 +482,22 @@ def test_layers_that_do_not_see_all_of_a_document_get_their_windows(kind: str) -
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_rows_may_be_longer_than_the_configuration_says(kind: str) -> None:
+    """Windows and chunks are then those of the longer row, and layers without them see the whole document."""
+    name = next(iter(WINDOWS[kind]))
+    network = network_of(kind, **WINDOWS[kind] | {name: 20}, max_position_embeddings=12).eval()
+    document_attention.read_starts()
+    way = documents._without_masks(network, documents.by_positions)
+    assert way is not None
+    positions = torch.cat((torch.arange(26), torch.arange(4)))[None]
+    ids = torch.arange(30)[None] % 17 + 3
+    with torch.no_grad():
+        packed = network(**way(network, ids, positions)).logits
+        expected = network(**documents.by_mask(network, ids, positions), use_cache=False).logits
+    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["mistral", "llama4_text"])
 def test_windows_far_longer_than_rows_are_found(kind: str) -> None:
     """No short row shows them."""

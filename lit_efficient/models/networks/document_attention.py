@@ -379,10 +379,12 @@ class Reach:
         earlier: ``[longest]`` int64 by the token's position, or such a tensor for each kind of layer; None for kinds
             without attention.
         whole: whether each token sees all earlier ones in all layers.
+        longest: number of tokens for which the layers were examined.
     """
 
     earlier: Earlier
     whole: bool
+    longest: int
 
     def starts(self, position_ids: Tensor) -> Any:
         """Return the starts ``[B, 1, 1, T]`` of packed rows, for each kind of layer if there are several."""
@@ -408,9 +410,11 @@ def reach_of(network: Any, longest: int) -> Reach | None:
     Starts can do so if the model uses torch's attention, and if each token sees itself and the tokens directly before
     it, as in causal attention, sliding windows and chunks.
     """
-    if network not in _reaches:
-        _reaches[network] = _reach(network, min(longest, _LONGEST))
-    return _reaches[network]
+    length = min(longest, _LONGEST)
+    found = _reaches.get(network)
+    if network not in _reaches or (found is not None and found.longest < length):
+        found = _reaches[network] = _reach(network, length)
+    return found
 
 
 def _reach(network: Any, length: int) -> Reach | None:
@@ -439,7 +443,7 @@ def _reach(network: Any, length: int) -> Reach | None:
     if not tables or kinds.get("", tables[0]) is None:
         return None
     with no_dispatch_modes(), torch.device("cpu"):
-        return Reach(found, all(torch.equal(table, torch.arange(length)) for table in tables))
+        return Reach(found, all(torch.equal(table, torch.arange(length)) for table in tables), length)
 
 
 def _earlier(*_: object, mask_function: Callable[..., Tensor], q_length: int, **__: object) -> Tensor:
