@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lit_efficient.application.gradients import gradients_of
 from lit_efficient.errors import ChecksTypes, DivergedError, check_number, diagnostic, listed
 from lit_efficient.files.checkpoints import is_floating
-from lit_efficient.internals.lightning_clipping import clips_directly, leave_norm, watch_norm
+from lit_efficient.internals.lightning_clipping import clips_by_norm, clips_directly, leave_norm, watch_norm
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.lightning_trainer import TrainerOnly
 from lit_efficient.internals.torch_shards import largest_of_all
@@ -134,7 +134,7 @@ class NonFiniteGuard(Callback, ChecksTypes, TrainerOnly):
                 )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not self._reads_norm:
+        if not self._reads_norm or not clips_by_norm(trainer):
             self._check(trainer, pl_module, optimizer)
 
     def _check_norm(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, norm: Any) -> bool:

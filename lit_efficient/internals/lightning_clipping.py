@@ -27,8 +27,13 @@ def clips_directly(trainer: Trainer, module: LightningModule) -> bool:
     hooks = (module.on_before_optimizer_step, module.configure_gradient_clipping)
     are_lightnings = all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks)
     clip = getattr(trainer.precision_plugin.clip_grad_by_norm, "__qualname__", "")
-    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
-    return by_norm and module.automatic_optimization and are_lightnings and clip == "Precision.clip_grad_by_norm"
+    clips = module.automatic_optimization and are_lightnings and clip == "Precision.clip_grad_by_norm"
+    return clips and clips_by_norm(trainer)
+
+
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Return whether the present settings of a trainer clip by norm. Callbacks may change them during a run."""
+    return (trainer.gradient_clip_val or 0) > 0 and trainer.gradient_clip_algorithm in (None, "norm")
 
 
 def watch_norm(plugin: Any, seen: Seen) -> None:

@@ -128,6 +128,21 @@ def test_after_a_run_nothing_watches_the_clipping():
         assert "clip_grad_by_norm" not in vars(made.precision_plugin)
 
 
+class Unclipped(pl.Callback):
+    """Ends the clipping during the run."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.gradient_clip_val = None
+
+
+@pytest.mark.parametrize(("clip", "callbacks"), [(-1.0, [pl.Callback]), (1.0, [Unclipped])])
+def test_steps_that_do_not_clip_are_checked(clip, callbacks):
+    module = Explodes(2)
+    with pytest.raises(DivergedError, match="at step 2 gradients are not finite"):
+        fit(module, NonFiniteGuard(), *(callback() for callback in callbacks), gradient_clip_val=clip)
+    assert not torch.isnan(module.layer.weight).any()
+
+
 def test_without_it_the_weights_are_lost():
     module = Explodes(2)
     fit(module, pl.Callback())
