@@ -40,6 +40,7 @@ class _Offloaded(nn.Module):
     _frees: bool  # whether the copies of an earlier block are complete after this block
     _counts: bool  # whether the next forward is counted
     _counted: tuple[int, int] | None  # FLOPs and saved bytes of a forward
+    _spared: bool  # the block recomputes unless it is offloaded
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():  # the block is part of a larger graph, which saves the tensors by itself
@@ -112,7 +113,8 @@ class ActivationOffload(Technique):
         found = find_blocks(module, self.blocks, who="ActivationOffload", declared=False)
         offload = Offload(self.min_bytes)
         for _, block in found:
-            mix_in(block, _Offloaded, _offload=offload, _offloads=True, _frees=False, _counts=False, _counted=None)
+            flags = {"_offloads": True, "_frees": False, "_counts": False, "_spared": False}
+            mix_in(block, _Offloaded, _offload=offload, _counted=None, **flags)
         kinds = class_names(block for _, block in found)
         summary = f"{len(found)} blocks ({kinds}) keep saved tensors of {format_bytes(self.min_bytes)} or more in CPU"
         summary += " memory"
@@ -130,13 +132,15 @@ class ActivationOffload(Technique):
                 "that are recomputed: leave one of them out"
             )
         blocks: list[Any] = list(_blocks(pl_module).values())
-        self._recomputed = [block for block in blocks if getattr(block, "_recomputes", False)]
+        # An earlier fit may have ended while its blocks were counted.
+        self._recomputed = [block for block in blocks if block._spared or getattr(block, "_recomputes", False)]
         for block in blocks:
             block._counts = True
             block._offloads = True
             block._frees = False
         for block in self._recomputed:  # until it is known which are offloaded
             block._recomputes = False
+            block._spared = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if not self._reported:

@@ -331,6 +331,29 @@ def test_only_hidden_blocks_are_offloaded_and_the_rest_is_kept_or_recomputed(
     assert f"{sum(offloaded)} of 8 blocks are offloaded" in caplog.text
 
 
+def test_blocks_recompute_although_an_earlier_fit_ended_while_they_were_counted() -> None:
+    class Stopped(Toy):
+        stops = True
+
+        def on_after_backward(self) -> None:
+            if self.stops:
+                raise RuntimeError("out of memory")
+
+    module = Stopped("init", network=Deep)
+
+    def fit() -> None:
+        techniques = [ActivationOffload(min_bytes=1, flops_per_byte=20.0), ActivationCheckpointing()]
+        trainer(techniques, max_epochs=1).fit(module, data(), data())
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fit()
+    module.stops = False
+    for _ in range(2):
+        fit()
+        blocks = list(module.net.blocks)
+        assert [block._recomputes for block in blocks] == [not block._offloads for block in blocks]
+
+
 class Deep(Net):
     def __init__(self) -> None:
         super().__init__(depth=8)
