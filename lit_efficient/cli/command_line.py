@@ -160,6 +160,7 @@ class LitEfficientCLI(OpenCLI):
     def before_instantiate_classes(self) -> None:
         """Run all checks that need no parts."""
         self._name_root()
+        self._read_interval()
         self.dump_config()
         preflight.check_config(self.config_dump)
         remember(self.config_dump)
@@ -169,6 +170,14 @@ class LitEfficientCLI(OpenCLI):
         if preflight.go_offline_without_key(self.config_dump):
             rank_zero_info("W&B: no API key, so this run is recorded offline; `wandb sync` uploads it later.")
         self._resume()
+
+    def _read_interval(self) -> None:
+        """Read a share of an epoch, such as ``--trainer.val_check_interval 0.5``, which the parser takes for a time."""
+        trainer = self.part(self.config, "trainer")
+        interval = trainer.get("val_check_interval")
+        if isinstance(interval, str) and ":" not in interval:
+            with contextlib.suppress(ValueError):  # the trainer refuses other texts
+                trainer["val_check_interval"] = float(interval)
 
     def _name_root(self) -> None:
         """Set ``trainer.default_root_dir``, below which runs are written. Unset, it is named after the first config."""

@@ -198,6 +198,7 @@ def test_a_resumed_run_with_nothing_left_to_do_says_so(limits: list[str], said: 
         (["--trainer.max_steps=3", "--trainer.max_epochs=-1"], False),
         (["--trainer.max_steps=4", "--trainer.max_epochs=-1"], True),
         (["--trainer.max_steps=3", "--trainer.max_epochs=-1", "--trainer.val_check_interval=2"], True),
+        (["--trainer.max_steps=3", "--trainer.max_epochs=-1", "--trainer.val_check_interval=0.5"], True),
         (["--trainer.max_epochs=2", "--trainer.check_val_every_n_epoch=3"], False),
         (["--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=3"], True),
         (["--trainer.max_epochs=1", "--trainer.val_check_interval=9", "--trainer.check_val_every_n_epoch=null"], False),
