@@ -146,7 +146,9 @@ def unrecorded(text: str) -> list[str]:
     Enclose numbers that are not measurements (a setting, a figure of a paper) in ``<!-- given -->`` and
     ``<!-- /given -->`` to exclude them.
     """
-    text = re.sub(r"<!-- (given|techniques|hardware).*?<!-- /\1 -->", "", _BLOCK.sub("", text), flags=re.DOTALL)
+    text = re.sub(
+        r"<!-- (given|techniques|hardware|image_recipes).*?<!-- /\1 -->", "", _BLOCK.sub("", text), flags=re.DOTALL
+    )
     return _FIGURE.findall(re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL))
 
 

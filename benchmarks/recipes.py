@@ -74,8 +74,13 @@ def write(peaks: dict[tuple[str, str, int], int]) -> None:
             row = {**vars(cell), "peak": peak}
             if not cell.frozen:
                 del row["frozen"]
-            rows.append(json.dumps(row))
-    TABLE.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
+            rows.append(row)
+    write_rows(TABLE, rows)
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a table: one row a line."""
+    file.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from lit_efficient import PUBLIC
 from lit_efficient.catalog import PACKAGE, read_cards
 from lit_efficient.commands.techniques import markdown
+from lit_efficient.files.image_recipes import CARDS, TRAINED, fitting_images, image_recipes, ladder
 from lit_efficient.files.recipes import fitting
 
 STUB = PACKAGE / "__init__.pyi"  # what type checkers and editors read
@@ -19,6 +20,8 @@ README = PACKAGE.parent / "README.md"
 MEMORIES = (8, 16, 24, 80)  # GB
 METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "LoRA on a base in 4 bits"}
 BEGIN, END = "techniques --markdown -->\n", "<!-- /techniques -->"
+CARDS_DOCUMENT = PACKAGE.parent / "docs" / "fine_tuning_diffusion.md"
+CARDS_BEGIN, CARDS_END = "<!-- image_recipes: python -m tests.generated -->\n", "<!-- /image_recipes -->"
 
 
 def stub() -> str:
@@ -29,9 +32,29 @@ def stub() -> str:
 
 def document() -> str:
     """The document with the table of techniques as it is now."""
-    before, rest = DOCUMENT.read_text("utf-8").split(BEGIN)
     table = markdown(read_cards()).replace("](lit_efficient/", "](../lit_efficient/").strip()
-    return f"{before}{BEGIN}{table}\n{END}{rest.split(END)[1]}"
+    return with_table(DOCUMENT, BEGIN, END, table)
+
+
+def cards_document() -> str:
+    """The document with the table of image recipes for each card as it is now."""
+    cells = {card: {one.config: one for one in fitting_images(card * 10**9)} for card in CARDS}
+    planned = {(one.config, one.rung) for one in image_recipes()}
+    lines = ["| Config | " + " | ".join(f"{card} GB" for card in CARDS) + " |", "| --- " * (1 + len(CARDS)) + "|"]
+    for config in TRAINED:
+        row = [f"`{config.removeprefix('diffusion/')}`"]
+        nothing = "-" if (config, list(ladder(config))[-1]) in planned else "not planned"
+        for card in CARDS:
+            found = cells[card].get(config)
+            row.append(nothing if found is None else f"{found.rung}, {found.batch_size}: {found.peak / 1e9:.1f}")
+        lines.append(f"| {' | '.join(row)} |")
+    return with_table(CARDS_DOCUMENT, CARDS_BEGIN, CARDS_END, "\n".join(lines))
+
+
+def with_table(path: Path, begin: str, end: str, table: str) -> str:
+    """A document with another table between two marks."""
+    before, rest = path.read_text("utf-8").split(begin)
+    return f"{before}{begin}{table}\n{end}{rest.split(end)[1]}"
 
 
 def hardware() -> list[str]:
@@ -72,7 +95,7 @@ def readme() -> str:
 
 
 def written() -> dict[Path, str]:
-    return {STUB: stub(), DOCUMENT: document(), README: readme()}
+    return {STUB: stub(), DOCUMENT: document(), README: readme(), CARDS_DOCUMENT: cards_document()}
 
 
 if __name__ == "__main__":

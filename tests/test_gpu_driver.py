@@ -323,6 +323,7 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
         "plan_ladder",
         "plan_beside_torchtune",
         "recipes",
+        "image_recipes",
     }  # plans alone
     no_benchmarks |= {"block_counts"}  # of tensors without values
     no_benchmarks |= {

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from lit_efficient.errors import parse_bytes
 from lit_efficient.files import configs
+from lit_efficient.files.image_recipes import ImageRecipe, fitting_images
 from lit_efficient.files.recipes import USABLE, Recipe, fitting, recipes
 
 _TITLES = {
@@ -32,16 +33,19 @@ def run(argv: Sequence[str]) -> int:
         "--for",
         dest="memory",
         metavar="24GB",
-        help="list recipes of pretrained language models that fit in this much device memory, with their command lines",
+        help="list recipes of pretrained language models and image models that fit in this much device memory, with "
+        "their command lines",
     )
     options = parser.parse_args(argv)
     if options.memory is not None:
         memory = parse_bytes(options.memory, "configs", "--for")
         found = fitting(memory)
+        images = fitting_images(memory)
         if options.json:
-            print(json.dumps([{**vars(recipe), "command": command(recipe)} for recipe in found], indent=2))
+            every: list[Recipe | ImageRecipe] = [*found, *images]
+            print(json.dumps([{**vars(recipe), "command": command(recipe)} for recipe in every], indent=2))
         else:
-            print("\n".join(recipe_lines(found, options.memory)))
+            print("\n".join([*recipe_lines(found, options.memory), "", *image_lines(images, options.memory)]))
     elif options.json:
         entries = {
             name: {"summary": configs.summary(path), "path": str(path)} for name, path in configs.known().items()
@@ -52,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def command(recipe: Recipe) -> str:
+def command(recipe: Recipe | ImageRecipe) -> str:
     """Return the command that trains a recipe."""
     return shlex.join(["python", "-m", "lit_efficient", "fit", *recipe.options()])
 
@@ -75,6 +79,23 @@ def recipe_lines(found: Sequence[Recipe], memory: str) -> Iterator[str]:
     yield "full: all weights; lora: adapters; qlora: adapters on a base in 4 bits. Write your rows to data/train.jsonl,"
     yield f"or add --data.train PATH. Planned peaks are at most {USABLE:.0%} of the memory. With `plan` for `fit`,"
     yield "--solve max_length and --solve train_batch_size search for the largest values that fit."
+
+
+def image_lines(found: Sequence[ImageRecipe], memory: str) -> Iterator[str]:
+    """Yield the lines of a list of recipes of image models that fit on a device."""
+    if not found:
+        yield f"no recipe of an image model fits in {memory}"
+        return
+    for model, group in itertools.groupby(found, lambda recipe: recipe.model):
+        yield model
+        for recipe in group:
+            images = f"{recipe.batch_size} x {recipe.resolution} pixels"
+            yield f"  {recipe.config:<27} {recipe.rung:<16} {images:<16} planned peak {recipe.peak / 1e9:.1f} GB"
+            yield f"    {command(recipe)}"
+    yield ""
+    yield "See docs/fine_tuning_diffusion.md, What fits on a card. Without your photographs (--data.images.train, or a"
+    yield "copy of the config) these commands train on 15 small ones. Planned peaks are those of training steps, not of"
+    yield "the cache of latents and of samples."
 
 
 def lines(width: int | None) -> Iterator[str]:

@@ -14,6 +14,7 @@ from benchmarks.recipes import SHAPES, planned
 from lit_efficient import StochasticRounding
 from lit_efficient.__main__ import main
 from lit_efficient.data.text.chat_tokenizer import train_chat_tokenizer
+from lit_efficient.files.image_recipes import fitting_images
 from lit_efficient.files.recipes import ROWS_OF_STEP, USABLE, Recipe, fitting, recipes
 from lit_efficient.models.libraries import causal_lm
 from tests.support_cli import Parts
@@ -87,9 +88,10 @@ def test_the_list_of_a_card_has_whole_commands(capsys: pytest.CaptureFixture[str
     assert main(["configs", "--for", "24GB"]) == 0
     printed = capsys.readouterr().out
     commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("    python ")]
-    found = fitting(24_000_000_000)
+    found = [*fitting(24_000_000_000), *fitting_images(24_000_000_000)]
+    assert found[-1].config == "diffusion/dreambooth_flux"
     assert commands == [["python", "-m", "lit_efficient", "fit", *recipe.options()] for recipe in found]
-    assert max(map(len, printed.splitlines())) < 300
+    assert max(map(len, printed.splitlines())) < 330
     assert main(["configs", "--for", "24GB", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert [shlex.split(entry["command"]) for entry in entries] == commands
