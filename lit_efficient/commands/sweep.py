@@ -364,12 +364,13 @@ class Search:
         identity = f"{ConfigFit(sweep.words, sweep.folder).identity()} {grid} {sweep.metric} {sweep.mode}"
         self.study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(sweep.folder / "optuna.log"))),
-            sampler=optuna.samplers.TPESampler(seed=0),
             study_name=hashlib.sha256(identity.encode()).hexdigest()[:16],
             direction="maximize" if sweep.mode == "max" else "minimize",
             load_if_exists=True,
         )
         earlier = self.study.get_trials(deepcopy=False)
+        # With the seed of the earlier call, the first points would be drawn again.
+        self.study.sampler = optuna.samplers.TPESampler(seed=len(earlier))
         sweep.points = [self._point(trial) for trial in earlier if trial.state.is_finished()]
         self.interrupted = [trial for trial in earlier if not trial.state.is_finished()]
 

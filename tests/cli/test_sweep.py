@@ -155,7 +155,7 @@ def test_optuna_chooses_points_and_goes_on(here, capsys):
     assert swept(*grid, "--trials", "3", "--trainer.max_epochs", "1") == 0
     assert "3 runs, of which 2 have ended" in capsys.readouterr().err
     rows = table()
-    assert len(rows) == len(InThisProcess.started) == 3
+    assert len(rows) == len(InThisProcess.started) == len({row["model.scale"] for row in rows}) == 3
     assert all(1 <= int(row["model.hidden"]) <= 8 and 0.5 <= float(row["model.scale"]) <= 2 for row in rows)
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend("runs/sweep/base/optuna.log"))
     (study,) = optuna.get_all_study_summaries(storage)
