@@ -13,7 +13,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lit_efficient.cli.tree import as_list
@@ -311,6 +311,8 @@ def keep_rows(logger: Logger, step: int) -> None:
         logger.log_metrics = partial(_log_new, logger.log_metrics, [tags], step - 1)  # type: ignore[method-assign]
     if isinstance(logger, CSVLogger):
         _keep_csv_rows(logger, step)
+    if isinstance(logger, MLFlowLogger):  # MLflow refuses another value of a parameter, as of max_epochs
+        logger.log_hyperparams = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def _keep_csv_rows(logger: CSVLogger, step: int) -> None:
