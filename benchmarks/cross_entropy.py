@@ -10,22 +10,18 @@ GPU). Time is the median over rounds of the process's CPU time on one thread (of
 `gradients` is the lower bound: (V + N) H numbers. The line `ours` has the chunks that are chosen for the device;
 ``--chunks`` are those of other lines. ``--only`` measures F.cross_entropy and the contenders that it names.
 
-Output with `--vocabularies 32000 128256` on two vCPUs of a Xeon at 2.5 GHz under other load, torch 2.13.0. Lines with a
-star are means of two runs:
+Output with `--vocabularies 32000 128256 --rounds 1 --only ours` on two CPUs of an AMD EPYC under other load, torch
+2.13.0:
 
     2048 tokens, width 512, float32, cpu
     vocabulary 32,000
-      gradients                       66 MiB   0.09 x
-      F.cross_entropy                760 MiB   1.00 x       3.44 s   1.00 x
-      F.linear_cross_entropy         133 MiB   0.18 x       3.90 s   1.13 x
-        the same, chunks of 256      132 MiB   0.17 x       2.31 s   0.67 x
-      ours, chunks of 256            101 MiB   0.13 x       2.05 s   0.59 x
+      gradients                       66 MiB  0.088 x
+      F.cross_entropy                755 MiB  1.000 x       2.81 s   1.00 x
+      ours                            79 MiB  0.105 x       3.04 s   1.08 x
     vocabulary 128,256
-      gradients                      255 MiB   0.08 x
-      F.cross_entropy               3016 MiB   1.00 x      13.28 s   1.00 x *
-      F.linear_cross_entropy         509 MiB   0.17 x      53.12 s   4.00 x
-        the same, chunks of 256      510 MiB   0.17 x       8.84 s   0.67 x
-      ours, chunks of 256            381 MiB   0.13 x      10.08 s   0.76 x *
+      gradients                      254 MiB  0.085 x
+      F.cross_entropy               3011 MiB  1.000 x      11.16 s   1.00 x
+      ours                           291 MiB  0.097 x      11.93 s   1.07 x
 
 Target: with 128,256 entries at most a fifth of the peak of F.cross_entropy, in at most 1.1 times its time.
 """
