@@ -117,7 +117,7 @@ def test_a_language_model_on_a_file_of_ones_own(reader: Reader, tmp_path: Path) 
 @pytest.mark.skipif("SMOLLM2" not in os.environ, reason="needs SMOLLM2, a folder with SmolLM2-135M-Instruct")
 def test_smollm2_learns_the_form_of_the_answers(reader: Reader) -> None:
     reader.follow("tutorial_language_model.md", BASE=os.environ["SMOLLM2"])
-    assert '{"order": 7, "espresso": 2, "croissant": 5}' in reader.output
+    assert '"espresso": 2' in reader.output  # the form of the rows, which the base does not answer in
 
 
 @pytest.mark.turns(3, family="tutorials")
