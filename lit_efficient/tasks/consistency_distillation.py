@@ -105,6 +105,10 @@ class ConsistencyDistillation(DistilledDiffusion):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Update the average, unless it has the last step of the optimizer."""
         if self.trainer.global_step == self._averaged_at:  # a micro-batch
             return
         self._averaged_at = self.trainer.global_step
@@ -115,6 +119,8 @@ class ConsistencyDistillation(DistilledDiffusion):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
+        if self.trainer.training:  # a callback may save between the step and `on_train_batch_end` of the module
+            self._follow()
         checkpoint[_KEY] = {name: tensor.clone() for name, tensor in self._target.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

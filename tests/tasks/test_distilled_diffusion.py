@@ -29,6 +29,7 @@ from lit_efficient.tasks.loading import load_latent_diffusion
 from tests import support
 from tests.processes import run_ranks
 from tests.support_cli import export
+from tests.tasks.test_exact_resume_of_tasks import SaveEverywhere
 from tests.tasks.test_text_training import data
 from tests.tiny_pipelines import written
 
@@ -167,18 +168,20 @@ MADE = {
 def test_resumed_training_is_bit_equal_and_samples_reload(kind, teacher, tmp_path):
     path = teacher()
 
-    def run(steps, ckpt=None):
+    def run(steps, ckpt=None, folder=tmp_path):
         L.seed_everything(0, verbose=False)
         module = MADE[kind](path)
-        trainer = fit(module, tmp_path, steps, EMA(decay=0.5), ckpt=ckpt)
+        trainer = fit(module, tmp_path, steps, EMA(decay=0.5), SaveEverywhere(folder), ckpt=ckpt)
         trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
         tensors = [*module.parameters(), *getattr(module, "_target", {}).values()]
         return module.eval(), torch.cat([p.detach().flatten() for p in tensors])
 
-    _, whole = run(6)
+    within = tmp_path / "within"  # saved by a callback in the middle of the run, before the module's own last hook
+    _, whole = run(6, folder=within)
     run(3)
-    module, again = run(6, str(tmp_path / "3.ckpt"))
-    assert torch.equal(again, whole)
+    for folder in (within, tmp_path):
+        module, again = run(6, str(folder / "3.ckpt"))
+        assert torch.equal(again, whole)
     loaded, _ = load_latent_diffusion(str(tmp_path / "6.ckpt"), "raw")
     assert type(loaded) is LatentDiffusion
     assert loaded.sampler.name == "lcm"
