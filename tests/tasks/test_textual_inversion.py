@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lit_efficient import ExactResume, LatentDiffusion, LoRA
+from lit_efficient import EMA, ExactResume, LatentDiffusion, LoRA
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.tasks.latent_conditions import TextTraining
 from lit_efficient.tasks.latent_source import draw_latents
@@ -258,3 +258,25 @@ def test_a_resumed_pivotal_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> 
         ends.append({name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad})
     assert any("added_rows" in name for name in ends[0])
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+def test_the_export_of_averaged_words_is_their_average(tmp_path: Path) -> None:
+    written("sd15", tmp_path / "base")
+    module = model(tmp_path / "base", TextTraining(tokens={"<dog>": "cat"}, vectors=2))
+    seen: list[torch.Tensor] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(pl_module.text_networks.text_encoder.get_input_embeddings().added_rows.detach().clone())
+
+    ema = EMA(decay=0.75, warmup=None)
+    fitted(module, worded(tmp_path / "base"), ema, Watch()).save_checkpoint(tmp_path / "a.ckpt")
+    average = seen[0]
+    for rows in seen[1:]:
+        average = 0.75 * average + 0.25 * rows
+    for weights, expected in (("auto", average), ("raw", seen[-1])):
+        output = tmp_path / weights
+        wanted = ["--format", "peft", "--weights", weights, "--output", str(output)]
+        assert export([str(tmp_path / "a.ckpt"), *wanted]) == 0
+        torch.testing.assert_close(load_file(output / "learned_embeds.safetensors")["<dog>"], expected)
+    assert not torch.allclose(average, seen[-1], rtol=1e-3)
