@@ -100,12 +100,27 @@ class Number(float):
 
 @pytest.fixture
 def interpreted_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton's interpreter run Liger's norm: it lacks the square root's inverse, and the dtype of numbers."""
+    """Let Triton's interpreter run Liger's norm: it lacks the square root's inverse, and the dtype of numbers.
+
+    It also multiplies and adds the bits of bfloat16 numbers as if they were integers, which gives NaN. A GPU computes
+    with their values.
+    """
     import triton.language as tl
     from liger_kernel.ops import rms_norm
     from triton.runtime import interpreter
 
     own = interpreter._implicit_cvt
+    builder = interpreter.InterpreterBuilder
+    of_bits = builder.binary_op
+
+    def of_values(self: Any, one: Any, two: Any, operation: Any) -> Any:
+        if one.dtype.scalar != tl.bfloat16:
+            return of_bits(self, one, two, operation)
+        wide = [self.cast_impl(each, tl.float32) for each in (one, two)]
+        values = torch.from_numpy(of_bits(self, *wide, operation).data)  # the interpreter's own cast truncates
+        return interpreter.TensorHandle(values.bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
+
+    monkeypatch.setattr(builder, "binary_op", of_values)
     monkeypatch.setattr(interpreter, "_implicit_cvt", lambda x: Number(x) if isinstance(x, float) else own(x))
     monkeypatch.setattr(rms_norm, "rsqrt", lambda x: tl.rsqrt(x))  # noqa: PLW0108  # replaced in the interpreter
 
