@@ -37,7 +37,9 @@ class NoProfiler(PassThroughProfiler):
 def skip_empty_hooks(trainer: Trainer) -> None:
     """Let a trainer skip the hooks of a step that a callback does not override, and the contexts of no profiler.
 
-    Callbacks of other packages are left alone, because they may call their own empty hooks.
+    Callbacks of other packages are left alone, because they may call their own empty hooks. The decision is made once,
+    because deciding in each step would cost the calls that are saved. A hook that is set on a callback is called even
+    if it is set later. A hook that its class gets later, also by a change of ``__class__``, is not called.
     """
     made: Any = trainer  # its type does not declare these attributes
     if type(made.profiler) is PassThroughProfiler:
