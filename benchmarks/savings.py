@@ -56,7 +56,7 @@ def picture() -> str:
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         _text(16, 22, "A small GPT with one technique, as a share of the same training without it", size=15),
         *_legend(16, SAME, "same result"),
-        *_legend(126, OTHER, "another training: its result differs"),
+        *_legend(126, OTHER, "changes the result"),
     ]
     for left, (_, title) in columns.items():
         lines.append(_text(left + VALUE, TOP - 12, title, weight="bold"))
