@@ -364,6 +364,7 @@ def _merges() -> tuple[Callable[..., None], dict[str, Any]]:
     from lit_efficient import merge_adapters
     from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, add_low_rank
     from lit_efficient.mechanisms.adapters.quantized import dequantize, quantize_linear
+    from lit_efficient.mechanisms.adapters.starts import SUBTRACTED
 
     def half_step(layer: Any, weight: Tensor) -> Tensor:
         """By how much each weight may have been rounded, from the numbers that the layer holds."""
@@ -409,7 +410,7 @@ def _merges() -> tuple[Callable[..., None], dict[str, Any]]:
             a = quantised.lora_A.clone()
             b = quantised.lora_B.clone()
             s = quantised.lora_scale
-            started = quantised.lora_B0 @ quantised.lora_A0 if variant == "pissa" else 0.0
+            started = quantised.lora_B0 @ quantised.lora_A0 if variant in SUBTRACTED else 0.0
             delta = s * (b @ a - started)
             delta = delta.repeat_interleave(group, 1) if variant == "qalora" else delta
             wanted = base + delta

@@ -38,6 +38,7 @@ from lit_efficient.internals.torch_dispatch import (
     running_node,
     storage_id,
 )
+from lit_efficient.internals.torch_tensors import viewed
 from lit_efficient.internals.torch_trees import tree_leaves
 from lit_efficient.mechanisms.rewind import reachable
 
@@ -322,7 +323,7 @@ class KindMeter(TorchDispatchMode):
         The first summand comes from an earlier node. A node that adds its own tensors makes a new tensor.
         """
         node = running_node()
-        if node is None or not isinstance(first, Tensor) or first._is_view():
+        if node is None or not isinstance(first, Tensor) or viewed(first) is not None:
             return
         made = self._pieces.get(storage_id(storage))
         for other, _ in storages_of(first):

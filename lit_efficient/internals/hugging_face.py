@@ -298,3 +298,14 @@ def gguf_splits() -> dict[str, str]:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     return dict(GGUF_PRE_TOKENIZER_SPLITS)
+
+
+def encodes_alone(tokenizer: Any) -> bool:
+    """Return whether a fast tokenizer only calls its Rust tokenizer. Some classes change the texts first.
+
+    Such a class overrides ``__call__`` or ``PreTrainedTokenizerFast._encode_plus``.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    own = type(tokenizer)
+    return all(getattr(own, name) is getattr(PreTrainedTokenizerFast, name) for name in ("__call__", "_encode_plus"))

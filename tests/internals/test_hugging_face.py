@@ -115,6 +115,21 @@ def test_a_configuration_says_its_class_of_causal_models():
     assert hugging_face.causal_model_of(CLIPVisionConfig()) is None
 
 
+@leans_on("transformers", "PreTrainedTokenizerFast._encode_plus", "hugging_face")
+def test_a_tokenizer_that_changes_texts_is_known():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    class Changes(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, **kwargs):
+            return super()._encode_plus(text.upper(), **kwargs)
+
+    for kind, alone in ((PreTrainedTokenizerFast, True), (Changes, False)):
+        tokenizer = kind(tokenizer_object=Tokenizer(models.WordLevel({"A": 0, "a": 1})))
+        assert hugging_face.encodes_alone(tokenizer) is alone
+        assert tokenizer("a")["input_ids"] == [1 if alone else 0]
+
+
 @leans_on("transformers", "masking_utils.find_packed_sequence_indices and fast_all", "hugging_face")
 def test_masks_are_made_without_reading_what_lies_on_a_gpu():
     """As its own where they are needed, and whole where it would leave them out; a forward reads nothing."""

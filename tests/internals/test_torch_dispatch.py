@@ -12,6 +12,7 @@ from lit_efficient.internals.torch_dispatch import (
     has_values,
     operator_of,
     recomputes,
+    running_node,
     truncated_draws,
 )
 from lit_efficient.internals.torch_fake import FakeTensorMode
@@ -108,6 +109,27 @@ def test_what_a_checkpoint_computes_anew_is_told_from_a_backward_pass(reentrant)
     y = Own.apply(x).square().sum()
     torch.autograd.grad(y, x, create_graph=True)
     assert said[3:] == [False, False]
+
+
+@leans_on("torch", "torch._C._current_autograd_node and Node._sequence_nr", "torch_dispatch")
+def test_the_node_that_runs_has_a_name_and_a_number_of_its_own():
+    seen = []
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(running_node())
+            return gradient * 2
+
+    assert running_node() is None
+    x = torch.ones(3, requires_grad=True)
+    Own.apply(Own.apply(x)).sum().backward()
+    assert [name for name, _ in seen] == ["OwnBackward", "OwnBackward"]
+    assert seen[0][1] > seen[1][1]  # the last one of the forward pass runs first
 
 
 @leans_on("torch", "torch._ops.HigherOrderOperator", "torch_dispatch")

@@ -110,14 +110,6 @@ def train_chat_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
-def encodes_alone(tokenizer: Any) -> bool:
-    """Return whether a fast tokenizer only calls its Rust tokenizer. Some classes change the texts first."""
-    from transformers import PreTrainedTokenizerFast
-
-    own = type(tokenizer)
-    return all(getattr(own, name) is getattr(PreTrainedTokenizerFast, name) for name in ("__call__", "_encode_plus"))
-
-
 def add_new_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
     """Add the tokens that a tokenizer lacks, in place.
 

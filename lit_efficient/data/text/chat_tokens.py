@@ -26,14 +26,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, Message
-from lit_efficient.data.text.chat_tokenizer import encodes_alone
 from lit_efficient.data.text.left_out import left_out
 from lit_efficient.data.text.message_images import PicturedText, UnplacedImage, as_parts
 from lit_efficient.data.text.pair_formats import Example
 from lit_efficient.data.text.turn_choices import TurnChoices
 from lit_efficient.data.text.turn_spans import ANSWERED, ASKED, PROBE, TrainOn, Turn, TurnSpans, encodable
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.internals.hugging_face import chat_environment
+from lit_efficient.internals.hugging_face import chat_environment, encodes_alone
 
 if TYPE_CHECKING:
     from lit_efficient.data.text.image_texts import ImageTexts

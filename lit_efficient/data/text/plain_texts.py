@@ -19,7 +19,6 @@ import numpy as np
 
 from lit_efficient.data.text.arrow_rows import ClassNumber
 from lit_efficient.data.text.chat_formats import MalformedRow, Row, check_keys, keys_shown, unread
-from lit_efficient.data.text.chat_tokenizer import encodes_alone
 from lit_efficient.data.text.chat_tokens import Encoded, SplitRow
 from lit_efficient.data.text.collate import padded_length
 from lit_efficient.data.text.document_store import Documents
@@ -28,6 +27,7 @@ from lit_efficient.data.text.reading import Reader
 from lit_efficient.data.text.rows import Source
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.cache import map_numbers
+from lit_efficient.internals.hugging_face import encodes_alone
 from lit_efficient.losses.next_token import IGNORE
 
 Labels = Literal["class", "classes", "number", "tags"]

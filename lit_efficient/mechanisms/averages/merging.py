@@ -30,7 +30,7 @@ def merged_change(
     if method == "ties":
         changes = torch.stack([keep_largest(change, density) for change in changes])
     elif method != "task_arithmetic":
-        kept = torch.rand(changes.shape, generator=generator, dtype=changes.dtype) < density
+        kept = torch.rand(changes.shape, generator=generator, dtype=changes.dtype, device="cpu") < density
         changes = changes * kept / density
     weighted = changes * weights.to(changes.dtype).view(-1, *[1] * (changes.ndim - 1))
     if not method.endswith("ties"):

@@ -9,7 +9,6 @@ from lit_efficient.data.text import left_out as left_out_module
 from lit_efficient.data.text.chat_formats import Document, MalformedRow, read_row
 from lit_efficient.data.text.chat_tokenizer import (
     CHATML,
-    encodes_alone,
     fingerprint,
     load_chat_tokenizer,
     read_template,
@@ -20,6 +19,7 @@ from lit_efficient.data.text.left_out import occurs
 from lit_efficient.data.text.truncation import Counts, Side, cut, facts
 from lit_efficient.data.text.turn_marks import place_messages
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.internals.hugging_face import encodes_alone
 from tests.data.text.chat_kit import (
     ASKS_THOUGHTS,
     CHANNELS,
