@@ -72,7 +72,7 @@ def add_default_parts(
         checked: State of the checkpoint's file when its checksums were compared.
 
     Raises:
-        ConfigurationError: If both a precision and a precision plugin are given.
+        ConfigurationError: If both a precision and a precision plugin are given, or a progress bar is given and off.
     """
     if folder:
         trainer_config["default_root_dir"] = str(folder.path)
@@ -102,7 +102,14 @@ def add_default_parts(
                 f"{DEFAULTS[kind]}(), which switches them"
             )
     wants_bar = trainer_config.get("enable_progress_bar") is not False
-    if wants_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+    bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
+    if bars and not wants_bar:
+        name = type(bars[0]).__name__
+        raise ConfigurationError(
+            f"trainer.callbacks has {name}, and trainer.enable_progress_bar is False. Leave out the callback "
+            f"(--without {name}), or the option"
+        )
+    if wants_bar and not bars:
         callbacks.append(default_part("bar")())
     wants_summary = trainer_config.get("enable_model_summary") is not False
     if wants_summary and not any(isinstance(callback, ModelSummary) for callback in callbacks):

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.callbacks.throughput_bar import ThroughputBar, count_batch, short_number
+from lit_efficient.cli.defaults import add_default_parts
 from lit_efficient.errors import ConfigurationError
 from tests import support
 
@@ -203,3 +204,9 @@ def test_a_long_validation_prints_lines_without_a_terminal(monkeypatch, capsys) 
     assert not printed()
     monkeypatch.setattr("lit_efficient.callbacks.throughput_bar._SECONDS_PER_LINE", 0.0)
     assert printed() == [f"validation: batch {number}/3" for number in (1, 2, 3)]
+
+
+def test_a_run_without_bars_says_how_to_leave_it_out() -> None:
+    said = r"trainer.callbacks has ThroughputBar, and .*enable_progress_bar is False.*--without ThroughputBar"
+    with pytest.raises(ConfigurationError, match=said):
+        add_default_parts({"callbacks": [ThroughputBar()], "enable_progress_bar": False}, "fit")
