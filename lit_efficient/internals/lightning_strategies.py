@@ -51,6 +51,18 @@ class Traits:
         return self.name == "DeepSpeedStrategy"
 
 
+class NamesUnused:
+    """Mix-in of a module that names parameters without a gradient, for which DistributedDataParallel must not wait."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:  # read by DDP when it wraps the module
+        return self.unused_parameters()
+
+    def unused_parameters(self) -> list[str]:
+        """Return the names of parameters on which no output depends."""
+        raise NotImplementedError
+
+
 def traits_of(strategy: object) -> Traits:
     """Return the properties of a strategy of Lightning or of a class derived from one."""
     names = [base.__name__ for base in type(strategy).__mro__]

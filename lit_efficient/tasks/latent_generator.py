@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.errors import ChecksTypes, ConfigurationError, check_number, checks_types, refusal
-from lit_efficient.internals.lightning_strategies import data_rank
+from lit_efficient.internals.lightning_strategies import NamesUnused, data_rank
 from lit_efficient.internals.lightning_trainer import trainer_of
 from lit_efficient.losses import diffusion
 from lit_efficient.losses.diffusers_sampling import check_sampler, check_steps
@@ -97,7 +97,7 @@ class Samples:
         check("samples.prompts", self.prompts, allowed, self.prompts is None or len(self.prompts) > 0)
 
 
-class LatentGenerator(ChecksTypes, LightningModule):
+class LatentGenerator(NamesUnused, ChecksTypes, LightningModule):
     """Sampling of latents and images for labels, captions, both or neither, depending on the backbone."""
 
     trains_on: ClassVar[tuple[str, ...]] = ("latents", "images")
@@ -311,6 +311,14 @@ class LatentGenerator(ChecksTypes, LightningModule):
         assert self.live_text is not None
         encoders = len(self.live_text.parts)
         return {"words": self.text_training.words, "rows": rows, "kinds": kinds, "encoders": encoders}
+
+    def unused_parameters(self) -> list[str]:
+        """Return the names of parameters of text encoders after the hidden state that the network reads."""
+        if self.live_text is None:
+            return []
+        parts = self.live_text.unread(pooled=bool(self.shape.pooled_width))
+        unused = {id(parameter) for part in parts for parameter in part.parameters()}
+        return [name for name, parameter in self.named_parameters() if id(parameter) in unused]
 
     def on_fit_start(self) -> None:
         if self.sampler.path_drop:

@@ -1,6 +1,7 @@
 """Text encoders in training: adapters, live captions, own rates, exports that pipelines load."""
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,19 @@ import lightning.pytorch as L
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 from lit_efficient import DiffusersModelConfig, LatentDiffusion, LoRA
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.models.libraries.text_encoder import TextEncoder, TextEncoderConfig
 from lit_efficient.tasks.latent_conditions import TextTraining
+from lit_efficient.tasks.latent_diffusion import Noised
 from lit_efficient.tasks.latent_generator import Samples
 from lit_efficient.tasks.loading import load_latent_diffusion
+from tests.processes import run_ranks
 from tests.support import QUIET
 from tests.support_cli import export
-from tests.tasks.captioned_latents import CaptionedLatents
+from tests.tasks.captioned_latents import CaptionedLatents, collate
 from tests.tiny_pipelines import written
 
 CPU = torch.device("cpu")
@@ -36,7 +40,7 @@ def data(folder: Path, cached: tuple[str, ...] = ("latents",)) -> CaptionedLaten
 
 def fitted(module: LatentDiffusion, source: Any, *callbacks: Any, steps: int = 3, **options: Any) -> L.Trainer:
     torch.manual_seed(0)
-    trainer = L.Trainer(callbacks=list(callbacks), max_steps=steps, **QUIET, **options)
+    trainer = L.Trainer(callbacks=list(callbacks), max_steps=steps, **QUIET | options)
     trainer.fit(module, source)
     return trainer
 
@@ -176,3 +180,56 @@ def test_what_contradicts_training_is_refused(
         fitted(model(tmp_path, training), data(tmp_path, cached))
     with pytest.raises(ConfigurationError, match=r"text_training.until must be above 0 and at most 1, got 0"):
         TextTraining(until=0.0)
+
+
+class SameDraws(LatentDiffusion):
+    """Draws the same noise and time for each sample, and steps by SGD, which rounding does not change much."""
+
+    def _noised(self, x0: torch.Tensor, *given: Any) -> Noised:
+        rows = []
+        for row in x0.split(1):
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                rows.append(super()._noised(row, *given))
+        return Noised(*(torch.cat(parts) for parts in zip(*(row[:3] for row in rows))))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def trained_together(folder: Path, adapted: bool, rank: int | None, **options: Any) -> dict[str, torch.Tensor]:
+    """Train two steps with batches of 4, or with a rank's 2 of them; return the trained parameters and check others."""
+    source = data(folder)
+    for item in source.items:
+        item.pop("logvar", None)
+    own = slice(None) if rank is None else slice(2 * rank, 2 * rank + 2)
+    loader = DataLoader(source.items, batch_size=4, collate_fn=lambda rows: collate(rows[own]))  # type: ignore[arg-type]
+    source.train_dataloader = lambda: loader  # type: ignore[method-assign]
+    given: Any = {"override": ["vae_scaling"], "samples": Samples(count=0), "label_dropout": 0.0}
+    given["guidance_scale"] = 1.0
+    module = SameDraws(DiffusersModelConfig(str(folder)), text_training=TextTraining(), **given)
+    callbacks = [LoRA(rank=2, targets=TARGETS)] if adapted else []
+    fitted(module, source, *callbacks, steps=2, limit_val_batches=0, use_distributed_sampler=False, **options)
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _train_on_two(folder: Path, adapted: bool) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    found = trained_together(folder, adapted, rank, devices=2, strategy="ddp")
+    if rank == 0:
+        torch.save(found, "two.pt")
+
+
+@pytest.mark.turns(2, family="ranks")
+@pytest.mark.parametrize("adapted", [True, False])
+def test_two_processes_train_encoders_as_one_does(adapted: bool, tmp_path: Path) -> None:
+    """DDP does not wait for the last layer of SDXL's first encoder, on which no output depends."""
+    written("sdxl", tmp_path / "base")
+    run_ranks(_train_on_two, tmp_path, tmp_path / "base", adapted)
+    two = torch.load(tmp_path / "two.pt")
+    one = trained_together(tmp_path / "base", adapted, None)
+    assert two.keys() == one.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    first = [name for name in one if "text_networks.text_encoder." in name]
+    assert any(".layers.1." in name for name in first)

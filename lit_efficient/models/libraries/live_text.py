@@ -68,6 +68,14 @@ class LiveText(TextEncoder):
         """Return the modules of :attr:`trained`."""
         return nn.ModuleDict({name: part.network for name, part in self.trained.items()})
 
+    def unread(self, pooled: bool) -> list[nn.Module]:
+        """Return parts of :attr:`trained` that do not change an embedding; ``pooled``: the pooled one is used.
+
+        Of SDXL's first encoder no pooled embedding is used, and so the last layer is not.
+        """
+        idle = {"text_encoder"} if self.spec.pipeline == "sdxl" else set()
+        return [part for name, network in self.trained.items() for part in network.unread(pooled and name not in idle)]
+
     def encode(
         self, captions: Sequence[str], device: torch.device | str = "cpu", negative: bool = False
     ) -> TextEmbedding:

@@ -264,6 +264,19 @@ class TextNetwork:
         """Return whether captions follow an instruction, and negative prompts do not."""
         return self._instructed is not None
 
+    def unread(self, pooled: bool) -> list[nn.Module]:
+        """Return the parts after the hidden state that is read. ``pooled`` also reads the output of the last layer."""
+        config = self.network.config
+        if pooled or self.spec.layer == -1:
+            return []
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        count = text.num_hidden_layers
+        lists = [part for part in self.network.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+        parts = [*lists[0][count + 1 + self.spec.layer :]]
+        named = dict(self.network.named_modules())
+        norms = [named[name] for name in _FINAL_NORMS if name in named]
+        return parts if self.spec.final_norm else parts + norms[:1]
+
     @property
     def hides_padding(self) -> bool:
         """Return whether masks exclude padding; otherwise they are all true."""
