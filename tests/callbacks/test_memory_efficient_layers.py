@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lit_efficient
 from lit_efficient import ActivationCheckpointing, ConfigurationError, LoRA
@@ -21,7 +24,7 @@ from lit_efficient.internals.torch_compiler import as_compiled, compiled_once
 from lit_efficient.internals.torch_fake import FakeTensorMode
 from lit_efficient.mechanisms.trials.memory import SavedTensors
 from lit_efficient.surgery import mix_out
-from lit_efficient.testing import Run
+from lit_efficient.testing import Run, assert_equal, trainer
 from tests.contract.row import Row
 from tests.mechanisms.test_documents import network_of
 from tests.support import Net
@@ -188,6 +191,51 @@ def test_compiled_layers_give_the_same_and_are_compiled_once_for_all_lengths(
                 assert (plain - fused).norm() <= (1e-3 if autocast else 1e-5) * plain.norm()
         made.append(graphs())
     assert made[0] == made[1] == made[2]
+
+
+class Lengths(L.LightningModule):
+    """Fits a small Llama to texts whose number and length differ from batch to batch, and validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = network_of("llama")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch).logits.float().square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        shapes = [(2, 12), (4, 20)]
+        return DataLoader([torch.arange(a * b).view(a, b) % 60 for a, b in shapes], batch_size=None)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_resumed_fit_of_compiled_layers_is_the_whole_fit(tmp_path: Path, precision: Any) -> None:
+    def fit(steps: int, resumed: Path | None = None) -> dict[str, Tensor]:
+        techniques = [LoRA(), ActivationCheckpointing(), lit_efficient.MemoryEfficientLayers("compile")]
+        run = trainer(techniques, max_epochs=steps // 2, precision=precision, val_check_interval=1)
+        module = Lengths()
+        run.fit(module, ckpt_path=resumed, weights_only=False)
+        run.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        assert run.global_step == steps
+        return dict(module.state_dict())
+
+    whole = fit(4)
+    made = graphs()
+    fit(2)
+    resumed = fit(4, tmp_path / "2.ckpt")
+    assert graphs() == made  # later fits in a process share the kernels
+    assert_equal(resumed, whole)
 
 
 def test_a_plan_counts_only_results_and_gradients_of_compiled_layers() -> None:
