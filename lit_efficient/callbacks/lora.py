@@ -378,11 +378,11 @@ class LoRA(AdapterTechnique):
         if any(map(contributes, layers.values())):  # an earlier fit has trained them, or their checkpoint was restored
             self._started = True
             return
-        statistics = Statistics(layers, self.variant)
         trials = Trials(trainer)
         # The accumulation is longer than the trial, so that the optimizer does not step. Compiled code would keep the
         # hooks.
         with (
+            Statistics(layers, self.variant) as statistics,
             repeated_batches(trainer, "LoRA") as batches,
             trials.trial(self.start_batches + 1, alone=False),
             torch.compiler.set_stance("force_eager"),
@@ -390,7 +390,6 @@ class LoRA(AdapterTechnique):
             for _ in range(self.start_batches):
                 trials.train(lambda: statistics.with_mask_of(next(batches)))
         trials.finish()
-        statistics.stop()
         for name, layer in layers.items():
             if name not in statistics.sums:
                 raise ConfigurationError(

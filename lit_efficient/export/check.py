@@ -138,7 +138,7 @@ def check_tensors(folder: Path, library: str, expected: Mapping[str, str], part:
     wrong = [name for name, digest in expected.items() if found["digests"].get(name) != digest]
     if wrong:
         raise CheckpointError(
-            f"export: {library} loads other weights than were written: {len(wrong)} tensors, first {wrong[0]!r}"
+            f"export: {library} loads other weights than were written: {_ending(wrong, len(expected), 'tensors')}"
         )
     return f"{library} loads the {len(expected)} tensors that were written"
 
@@ -240,15 +240,14 @@ def check_lora(folder: Path, parts: Sequence[Fields], expected: Mapping[str, Ten
     if found is None:
         return "not checked: diffusers is not installed"
     if found["wrong"] or not found["layers"]:
-        first = found["wrong"][0] if found["wrong"] else "all"
         raise CheckpointError(
-            f"export: {found['loader']} loads other adapters than were trained: {len(found['wrong'])} of "
-            f"{len(expected)} differ or are missing, first {first!r}"
+            f"export: {found['loader']} loads other adapters than were trained: "
+            f"{_ending(found['wrong'], len(expected), 'updates')}"
         )
     if found["wrong_kohya"]:
         raise CheckpointError(
-            f"export: kohya.safetensors has other adapters than were trained: {len(found['wrong_kohya'])} of "
-            f"{len(expected)} differ or are missing, first {found['wrong_kohya'][0]!r}"
+            "export: kohya.safetensors has other adapters than were trained: "
+            f"{_ending(found['wrong_kohya'], len(expected), 'updates')}"
         )
     finding = f"{found['loader']} loads the {found['layers']} adapted layers that were trained"
     return f"{finding}, and kohya.safetensors has the same updates" if found["kohya"] else finding
@@ -275,17 +274,22 @@ def check_lycoris(folder: Path, part: Fields, tensors: Mapping[str, Tensor]) -> 
     wrong = sorted(name for name in expected.keys() | kept.keys() if expected.get(name) != kept.get(name))
     if wrong:
         raise CheckpointError(
-            f"export: peft's file has other adapters than were trained: {len(wrong)} tensors differ or are missing, "
-            f"first {wrong[0]!r}"
+            "export: peft's file has other adapters than were trained: "
+            f"{_ending(wrong, len(expected.keys() | kept.keys()), 'tensors')}"
         )
     if found["wrong"] or not found["layers"]:
-        first = found["wrong"][0] if found["wrong"] else "all"
         raise CheckpointError(
-            f"export: lycoris.safetensors changes other weights than the trained adapter: {len(found['wrong'])} of "
-            f"{found['layers']} layers differ or are missing, first {first!r}"
+            "export: lycoris.safetensors changes other weights than the trained adapter: "
+            f"{_ending(found['wrong'], found['layers'], 'layers')}"
         )
     finding = f"peft loads the {found['layers']} adapted layers that were trained"
     return f"{finding}, and lycoris.safetensors has the same changes"
+
+
+def _ending(wrong: Sequence[str], total: int, what: str) -> str:
+    if not wrong:  # nothing was loaded and nothing was expected
+        return f"no {what} were found"
+    return f"{len(wrong)} of {total} {what} differ or are missing, first {wrong[0]!r}"
 
 
 def _ask(folder: Path, library: str, request: Fields, fill: Callable[[Path], object]) -> Any:

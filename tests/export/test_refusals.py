@@ -168,7 +168,11 @@ def test_diffusers_finds_other_weights_in_a_fresh_process(
 
     with monkeypatch.context() as wrong:
         wrong.setattr(pipelines, "_pipeline", moved)
-        refuse(path, capsys, r"diffusers loads other weights than were written: 1 tensors, first")
+        refuse(
+            path,
+            capsys,
+            r"diffusers loads other weights than were written: 1 of \d+ tensors differ or are missing, first",
+        )
     assert export([str(path), "--format", "diffusers", "--output", str(tmp_path / "out")]) == 0
     assert re.search(r"raw weights; diffusers loads the \d+ tensors that were written", capsys.readouterr().err)
     check_sums(tmp_path / "out")

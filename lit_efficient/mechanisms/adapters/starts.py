@@ -13,7 +13,7 @@ https://arxiv.org/abs/2410.07170 (without a redistribution of ranks).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +103,8 @@ def principal_directions(moments: Tensor, rank: int) -> Tensor:
 class Statistics:
     """Inputs or gradients of adapted layers, summed over batches in float32 in host memory.
 
+    A context manager: the layers have hooks inside the ``with`` block only, also if a batch raises an error.
+
     Args:
         layers: The layers by their dotted names, each with a low-rank adapter and an input [..., in].
         variant: ``corda`` sums ``x x^T`` [in, in], ``eva`` the same for inputs with a further 1, and ``lora_ga`` the
@@ -113,14 +115,17 @@ class Statistics:
         self.sums: dict[str, Tensor] = {}
         self.samples: dict[str, Tensor] = {}  # number of samples in each sum
         self.mask: Tensor | None = None  # positions that count, [batch, positions]; all if it is None
+        self._layers = layers
         self._variant = variant
-        hook: Callable[..., Any] = self._gradient if variant == "lora_ga" else self._covariance
         self._handles: list[RemovableHandle] = []
-        for name, layer in layers.items():
-            self._handles.append(layer.register_forward_hook(_with_name(hook, name)))
 
-    def stop(self) -> None:
-        """Remove the hooks."""
+    def __enter__(self) -> Self:
+        hook: Callable[..., Any] = self._gradient if self._variant == "lora_ga" else self._covariance
+        for name, layer in self._layers.items():
+            self._handles.append(layer.register_forward_hook(_with_name(hook, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 

@@ -242,10 +242,14 @@ def test_the_check_of_an_export_computes_the_change_of_the_file(kind: str, tmp_p
         written = load_file(file)
         first = next(key for key in written if key.endswith(".lokr_w2_a"))
         save_file(written | {first: written[first] * 1.01}, file)
-        with pytest.raises(CheckpointError, match=r"lycoris.safetensors changes other weights.*1 of \d+ layers"):
+        with pytest.raises(
+            CheckpointError, match=r"lycoris.safetensors changes other weights.*1 of \d+ layers differ or"
+        ):
             check_lycoris(tmp_path / "out", part, tensors)
         other = tensors | {next(iter(tensors)): torch.zeros(1)}
-        with pytest.raises(CheckpointError, match=r"peft's file has other adapters than were trained: 1 tensors"):
+        with pytest.raises(
+            CheckpointError, match=r"peft's file has other adapters than were trained: 1 of \d+ tensors"
+        ):
             check_lycoris(tmp_path / "out", part, other)
 
 

@@ -48,10 +48,9 @@ def started(variant: str) -> nn.Sequential:
     layers: dict[str, Any] = {"0": ours[0], "2": ours[2]}
     for name, layer in layers.items():
         add_low_rank(layer, name, rank=RANK, alpha=SCALE * RANK, variant=variant)
-    statistics = Statistics(layers, variant)
-    for x in batches():
-        ours(x).square().mean().backward()
-    statistics.stop()
+    with Statistics(layers, variant) as statistics:
+        for x in batches():
+            ours(x).square().mean().backward()
     for name, layer in layers.items():
         start_from_data(layer, statistics.sums[name], statistics.samples[name])
     return ours
@@ -224,11 +223,11 @@ def test_padding_does_not_count() -> None:
     net = nn.Sequential(nn.Linear(4, 4))
     layers: dict[str, Any] = {"0": net[0]}
     add_low_rank(net[0], "0", rank=1, alpha=1.0, variant="eva")
-    statistics = Statistics(layers, "eva")
     x = torch.randn(2, 3, 4)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert statistics.with_mask_of({"attention_mask": mask})["attention_mask"] is mask
-    net(x)
+    with Statistics(layers, "eva") as statistics:
+        assert statistics.with_mask_of({"attention_mask": mask})["attention_mask"] is mask
+        net(x)
     rows = torch.cat((x[0, :2], x[1, :1]))
     torch.testing.assert_close(statistics.sums["0"][:4, :4], rows.T @ rows)
     assert statistics.sums["0"][4, 4] == 3
@@ -239,6 +238,20 @@ def test_compiled_blocks_keep_no_hook() -> None:
     plain: Any = Watched()
     fit(plain, [LoRA(rank=2, variant="lora_ga", start_batches=2)], max_steps=2)
     torch.testing.assert_close(weights(module), weights(plain))
+    assert not any(part._forward_hooks for part in module.modules())
+
+
+def test_a_trial_step_that_raises_leaves_no_hook() -> None:
+    class Broken(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            assert any(part._forward_hooks for part in self.modules())
+            raise RuntimeError("broken")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(module := Broken(), [LoRA(rank=2, variant="eva", start_batches=2)])
     assert not any(part._forward_hooks for part in module.modules())
 
 
