@@ -199,6 +199,16 @@ class ToyOnBatch(Toy):
         return super().training_step(batch, 0)
 
 
+class SlowClock:
+    """Stand-in for the module ``time``: 10 seconds pass with each look at it."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 10.0
+        return self.now
+
+
 def data(rows: int = 16, batch_size: int = 4, shuffle: bool = False) -> DataLoader:
     """Four batches, unless said otherwise."""
     return testing.data(rows, batch_size, shuffle)

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from typing import Self
 
 LINE_S = 30.0  # between two lines
 
@@ -10,14 +11,17 @@ LINE_S = 30.0  # between two lines
 class Progress:
     """Count of items that are done. It is printed on the standard error; work that ends soon prints no line.
 
+    At the end of a ``with`` block the bar is removed, also if the work raises an error.
+
     Args:
         what: Name of the work, such as ``tokenising``.
         unit: Name of the items in the plural.
         total: Number of items, if it is known.
         done: Number of items that an earlier run has done.
+        shown: If false, nothing is printed, as in all processes but one that do the same work.
     """
 
-    def __init__(self, what: str, unit: str, total: int | None = None, done: int = 0) -> None:
+    def __init__(self, what: str, unit: str, total: int | None = None, done: int = 0, shown: bool = True) -> None:
         from tqdm import tqdm
 
         self.what = what
@@ -26,8 +30,22 @@ class Progress:
         self.done = done
         self._first = done
         self._started = self._last = time.monotonic()
-        self._bar = tqdm(total=total, initial=done, desc=what, unit=f" {unit}", disable=None, leave=False)
-        self._prints = self._bar.disable
+        shown = shown and done != total
+        disable = None if shown else True  # None: only where there is no terminal
+        self._bar = tqdm(total=total, initial=done, desc=what, unit=f" {unit}", disable=disable, leave=False)
+        self._prints = shown and self._bar.disable
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def skip(self, count: int) -> None:
+        """Add ``count`` items that an earlier run has done, and that say nothing about the time that is left."""
+        self._first += count
+        self._bar.initial = self._first  # a bar that is not shown has none
+        self.update(count)
 
     def update(self, count: int) -> None:
         """Add ``count`` items. The last one closes the bar."""

@@ -366,7 +366,8 @@ class Distillation(LanguageModeling):
         settings = {"k": k, "temperature": temperature, "vocab_size": size, "precision": str(self.trainer.precision)}
         (source,) = self._sources
         assert isinstance(source, TeacherSource)
-        folder = cache_root(self.cache_dir) / "teacher" / cache_key(source.digest(), settings, batches())
+        rows = batches("reading data" if self.trainer.is_global_zero else "")
+        folder = cache_root(self.cache_dir) / "teacher" / cache_key(source.digest(), settings, rows)
 
         def answer(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
@@ -382,7 +383,7 @@ class Distillation(LanguageModeling):
                 kept = [top_k_of(teacher.head(chunk)[:, :size], k, temperature) for chunk in chunks]
             return torch.cat([ids for ids, _ in kept]), torch.cat([log_probs for _, log_probs in kept])
 
-        write_top_k(folder, batches(), answer)
+        write_top_k(folder, batches(), answer, len(self.trainer.train_dataloader.dataset))
         self._live = []  # free its memory for the student
         self._checked.clear()
         self._read.clear()

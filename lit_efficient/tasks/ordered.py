@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.mechanisms.progress import Progress
 
 
 def has_order(loader: Any) -> bool:
@@ -16,8 +17,10 @@ def has_order(loader: Any) -> bool:
     return indexed and loader.batch_sampler is not None
 
 
-def in_order(loader: Any, who: str, way_out: str, limit: int | None = None) -> Callable[[], Iterator[Any]]:
+def in_order(loader: Any, who: str, way_out: str, limit: int | None = None) -> Callable[..., Iterator[Any]]:
     """Return a function that reads the data set of a loader once, in order, without changing torch's generator.
+
+    Its argument names the work that is done with each batch, whose progress is printed. "" prints nothing.
 
     Args:
         loader: The loader.
@@ -33,11 +36,15 @@ def in_order(loader: Any, who: str, way_out: str, limit: int | None = None) -> C
             f"{who} needs one DataLoader over an indexed data set, which batches it. For streams, {way_out}"
         )
 
-    def batches() -> Iterator[Any]:
-        plain = DataLoader(
-            loader.dataset, loader.batch_size or 1, num_workers=loader.num_workers, collate_fn=loader.collate_fn
-        )
-        with torch.random.fork_rng(devices=[]):
-            yield from islice(plain, limit)
+    def batches(work: str = "") -> Iterator[Any]:
+        size = loader.batch_size or 1
+        rows = len(loader.dataset)
+        if limit is not None:
+            rows = min(rows, limit * size)
+        plain = DataLoader(loader.dataset, size, num_workers=loader.num_workers, collate_fn=loader.collate_fn)
+        with torch.random.fork_rng(devices=[]), Progress(work, "rows", rows, shown=bool(work)) as progress:
+            for batch in islice(plain, limit):
+                yield batch
+                progress.update(min(size, rows - progress.done))
 
     return batches

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lit_efficient.data.text.teacher_cache import row_keys
@@ -86,7 +87,7 @@ class ReferenceCache:
 def prepare(
     weights: str,
     settings: Mapping[str, Any],
-    batches: Callable[[], Iterator[Batch]],
+    batches: Callable[[str], Iterator[Batch]],
     prefixes: Sequence[str],
     answer: Callable[[Batch], tuple[Tensor, ...]],
 ) -> ReferenceCache:
@@ -95,21 +96,25 @@ def prepare(
     Args:
         weights: Hash of the reference's weights.
         settings: All else that decides the log-probabilities, as JSON.
-        batches: Function that yields all batches of the data set, in the same order each time.
+        batches: Function that yields all batches of the data set, in the same order each time. Its argument names the
+            work, for lines of progress; "" prints none.
         prefixes: Prefixes of the tensors of each answer.
         answer: Function that returns the reference's log-probabilities of each answer ``[B]``.
 
     Raises:
         ConfigurationError: If there are no rows, or the cache is damaged or cannot be written.
     """
-    keys = [key for batch in batches() for key in answer_keys(batch, prefixes)]
+    main = rank_zero_only.rank == 0  # type: ignore[attr-defined]  # of a function
+    keys = [key for batch in batches("reading data" if main else "") for key in answer_keys(batch, prefixes)]
     if not keys:
         raise ConfigurationError("cache_reference: the data has no rows")
     rows = hashlib.sha256(b"".join(keys)).hexdigest()
     made_from = {"format": FORMAT, "weights": weights, "settings": dict(settings), "rows": rows}
 
     def build(target: Path) -> None:
-        found = [torch.stack([side.float().cpu() for side in answer(batch)], 1) for batch in batches()]
+        found = []
+        for batch in batches("running the reference"):  # in one of the processes
+            found.append(torch.stack([side.float().cpu() for side in answer(batch)], 1))
         table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(len(keys), -1)
         save_tensors(target / _FILE, {"keys": table, "log_probs": torch.cat(found)})
         seal(target, FORMAT, {"made_from": made_from})

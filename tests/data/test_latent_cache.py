@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,8 @@ from lit_efficient.data.images.image_module import ImageModule
 from lit_efficient.data.latents.latent_store import LatentStore
 from lit_efficient.data.latents.latent_writer import Ranks, plan_shards
 from lit_efficient.files.tensors import load_tensors, save_tensors
+from lit_efficient.mechanisms import progress
+from lit_efficient.mechanisms.progress import Progress
 from lit_efficient.models.libraries import latent_codec, text_encoder
 from lit_efficient.models.libraries.diffusers_model import build as build_diffusers
 from lit_efficient.models.libraries.latent_codec import LatentCodec
@@ -33,7 +36,7 @@ from lit_efficient.models.libraries.text_encoder import CaptionReading, TextEnco
 from lit_efficient.models.libraries.text_network import TextNetwork
 from tests.data.images.image_kit import write
 from tests.data.images.toy_images import ToyImages
-from tests.support import assert_equal
+from tests.support import SlowClock, assert_equal
 
 OURS = AutoencoderConfig(1, 4, 8)
 TINY = DiffusersModelConfig(
@@ -206,7 +209,8 @@ def test_a_deterministic_encoder_gives_latents(tmp_path):
     assert data.latent_shape == (2, 4, 4)
 
 
-def test_captions_are_embedded_once_each_and_come_with_their_images(tmp_path):
+def test_captions_are_embedded_once_each_and_come_with_their_images(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "time", SlowClock())
     data = made(tmp_path / "cache", ToyImages(captions=True, variants=2), text_encoder=WORDS, shard_rows=6)
     assert data._store.manifest["texts"] == 6  # "" and five others
     for batch in data.train_dataloader():
@@ -217,6 +221,10 @@ def test_captions_are_embedded_once_each_and_come_with_their_images(tmp_path):
         assert len(hidden.unique(dim=0)) == len(set(batch["captions"]))
     with pytest.raises(ConfigurationError, match="needs images with captions"):
         made(tmp_path / "other", ToyImages(), text_encoder=WORDS)
+    assert capsys.readouterr().err == ""
+    data.write_cache(overwrite=True, batch_size=4, progress=partial(Progress, "encoding", "images"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == [f"encoding: {done} of 6 captions, about {left} s left" for done, left in ((3, 30), (6, 0))]
 
 
 def test_what_a_cache_replaces_is_not_loaded_again(tmp_path, monkeypatch):

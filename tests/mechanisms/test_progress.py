@@ -7,22 +7,12 @@ import pytest
 
 from lit_efficient.mechanisms import progress
 from lit_efficient.mechanisms.progress import Progress
-
-
-class Clock:
-    """Time that passes by 10 seconds with each look at it."""
-
-    now = 0.0
-
-    @classmethod
-    def monotonic(cls) -> float:
-        cls.now += 10.0
-        return cls.now
+from tests.support import SlowClock
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(progress, "time", Clock)
+    monkeypatch.setattr(progress, "time", SlowClock())
 
 
 def test_lines_without_a_terminal(clock, capsys):
@@ -38,6 +28,15 @@ def test_lines_without_a_terminal(clock, capsys):
         work.update(256)
     work.close()
     assert capsys.readouterr().err == "tokenising train: 768 rows\n"
+    with Progress("encoding", "captions", total=500) as work:
+        work.skip(300)
+        for _ in range(2):
+            work.update(100)
+    assert capsys.readouterr().err == "encoding: 500 of 500 captions, about 0 s left\n"
+    for silent in (Progress("encoding", "captions", total=0), Progress("reading data", "rows", total=9, shown=False)):
+        for _ in range(9):
+            silent.update(1)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_bar_in_a_terminal(clock, monkeypatch):
@@ -51,4 +50,10 @@ def test_a_bar_in_a_terminal(clock, monkeypatch):
         work.update(1)
     shown = sys.stderr.getvalue()
     assert "encoding:   0%" in shown
+    with Progress("encoding", "captions", total=4) as work:  # left before its end, as by an error
+        work.skip(3)
+    assert sys.stderr.getvalue().removeprefix(shown).endswith("\r")  # no rest of the bar
+    before = sys.stderr.getvalue()
+    Progress("encoding", "images", total=4, done=4).close()
+    assert sys.stderr.getvalue() == before
     assert "left" not in shown

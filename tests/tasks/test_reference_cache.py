@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_efficient import CausalLMConfig, ConfigurationError, ExactResume, LoRA, Preference, UnpairedPreference
-from tests.support import assert_equal, weights
+from lit_efficient.mechanisms import progress
+from tests.support import SlowClock, assert_equal, weights
 from tests.tasks import unpaired_kit as unpaired
 from tests.tasks.preference_kit import Rows, SaveAfter, loader, saved, trainer
 
@@ -61,9 +62,14 @@ def _fit(folder: Path, adapters: bool, cached: bool, **options: Any) -> Counted:
 
 
 @pytest.mark.parametrize("adapters", [True, False])
-def test_a_run_has_the_losses_of_live_references_and_computes_them_once(adapters: bool, tmp_path: Path) -> None:
+def test_a_run_has_the_losses_of_live_references_and_computes_them_once(
+    adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     live = _fit(tmp_path, adapters, cached=False)
+    monkeypatch.setattr(progress, "time", SlowClock())
     first = _fit(tmp_path, adapters, cached=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if " rows, about" in line]
+    assert lines == [f"{work}: 12 of 12 rows, about 0 s left" for work in ("reading data", "running the reference")]
     assert first.noted == pytest.approx(live.noted, rel=1e-5)
     assert (live.computed, first.computed) == (8, 3)
     again = _fit(tmp_path, adapters, cached=True)

@@ -51,6 +51,7 @@ from lit_efficient.files.cache import read_json, write_json
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.files.tensors import load_tensors, save_tensors
 from lit_efficient.mechanisms.order.keyed_batch_sampler import Key, KeyedBatches
+from lit_efficient.mechanisms.progress import Progress
 from lit_efficient.models.libraries.latent_codec import LatentCodec, hole_of
 from lit_efficient.models.libraries.teachers import Teacher
 from lit_efficient.models.libraries.text_encoder import TextEncoder
@@ -64,7 +65,7 @@ _SETTINGS = "building.json"
 _CONTENT = {MANIFEST, INDEX, _SETTINGS, "shards", "text"}
 
 T = TypeVar("T")
-Progress = Callable[[int, int], Any]
+Bars = Callable[[int, int], Any]
 """Make a progress bar with ``update(count)``, of (number of images, number of images that are done)."""
 
 
@@ -149,7 +150,7 @@ def build_latents(
     shard_rows: int = SHARD_ROWS,
     overwrite: bool = False,
     about: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
+    progress: Bars | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Write a latent cache, or resume an unfinished one, or check the one that exists. Return its manifest.
@@ -262,7 +263,7 @@ class _Build:
     device: torch.device
     ranks: Ranks
 
-    def write(self, num_workers: int, progress: Progress | None) -> None:
+    def write(self, num_workers: int, progress: Bars | None) -> None:
         """Write the shards and texts of this process. The texts are known once all shards exist."""
         own = range(len(self.plan))[self.ranks.rank :: self.ranks.count]
         missing = [number for number in own if not self._is_written(shard_name(number), "keys", self._keys(number))]
@@ -280,10 +281,14 @@ class _Build:
             self._write_shard(number, parts)
         # The distinct captions are known only when the shards of all processes exist.
         self.ranks.wait()
-        texts = list(enumerate(_chunks(self._texts(), TEXT_ROWS)))
-        for number, captions in texts[self.ranks.rank :: self.ranks.count]:
-            if not self._is_written(text_name(number), "digests", _digests(captions)):
-                self._write_texts(number, captions)
+        texts = list(enumerate(_chunks(self._texts(), TEXT_ROWS)))[self.ranks.rank :: self.ranks.count]
+        count = sum(len(captions) for _, captions in texts)
+        with Progress("encoding", "captions", count, shown=progress is not None) as work:
+            for number, captions in texts:
+                if self._is_written(text_name(number), "digests", _digests(captions)):
+                    work.skip(len(captions))
+                else:
+                    self._write_texts(number, captions, work)
         self.ranks.wait()
 
     def finish(self, identity: Mapping[str, str], about: Mapping[str, str]) -> dict[str, Any]:
@@ -392,12 +397,18 @@ class _Build:
             return captions
         return [caption for number in index for caption in captions_of(number)]
 
-    def _write_texts(self, number: int, captions: list[str]) -> None:
+    def _write_texts(self, number: int, captions: list[str], work: Progress) -> None:
         assert self.encoders.text is not None
-        hidden, mask, pooled = self.encoders.text.encode(captions, self.device)
-        tensors = {"hidden": hidden.cpu(), "mask": mask.cpu(), "digests": _digests(captions)}
-        if pooled is not None:
-            tensors["pooled"] = pooled.cpu()
+        # The CPU encodes each caption by itself in any case, and is slow.
+        size = 1 if self.device.type == "cpu" else len(captions)
+        parts = []
+        for few in _chunks(captions, size):
+            parts.append(self.encoders.text.encode(few, self.device))
+            work.update(len(few))
+        hidden, mask, pooled = zip(*parts)
+        tensors = {"hidden": torch.cat(hidden).cpu(), "mask": torch.cat(mask).cpu(), "digests": _digests(captions)}
+        if pooled[0] is not None:
+            tensors["pooled"] = torch.cat(pooled).cpu()
         save_tensors(self.folder / text_name(number), tensors)
 
     def _index(self, texts: list[str]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from lit_efficient.files.cache import read_json, write_json
 from lit_efficient.files.sums import sha256_of
 from lit_efficient.files.tensors import load_tensors, map_tensors, save_tensors
 from lit_efficient.losses.next_token import IGNORE, targets_of
+from lit_efficient.mechanisms.progress import Progress
 
 MANIFEST = "manifest.json"
 # Part of every key; raise it when the meaning of the files changes.
@@ -70,13 +71,14 @@ def cache_key(teacher: str, settings: Mapping[str, Any], batches: Iterable[Batch
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def write_top_k(folder: Path, batches: Iterable[Batch], answer: Answer) -> None:
+def write_top_k(folder: Path, batches: Iterable[Batch], answer: Answer, rows: int | None = None) -> None:
     """Write the teacher's answers for all rows, unless ``folder`` is complete. Existing shards are kept.
 
     Args:
         folder: Folder of the cache.
         batches: The batches that `cache_key` was given, in the same order.
         answer: The teacher.
+        rows: Number of rows in all batches, for lines of progress.
 
     Raises:
         ConfigurationError: If the folder cannot be written.
@@ -87,7 +89,8 @@ def write_top_k(folder: Path, batches: Iterable[Batch], answer: Answer) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             if not (folder / MANIFEST).exists():
-                _write_shards(folder, iter(batches), answer)
+                with Progress("running the teacher", "rows", rows) as progress:
+                    _write_shards(folder, iter(batches), answer, progress)
     except OSError as error:
         raise ConfigurationError(
             f"The cache folder {folder} cannot be written: {error}. Set cache_dir or LIT_EFFICIENT_CACHE to a writable "
@@ -95,15 +98,17 @@ def write_top_k(folder: Path, batches: Iterable[Batch], answer: Answer) -> None:
         ) from error
 
 
-def _write_shards(folder: Path, batches: Iterator[Batch], answer: Answer) -> None:
+def _write_shards(folder: Path, batches: Iterator[Batch], answer: Answer, progress: Progress) -> None:
     names: list[str] = []
     while True:
         shard = list(islice(batches, SHARD_BATCHES))
         if not shard:
             break
         names.append(f"shard-{len(names):06d}.safetensors")
-        if not _is_whole(folder / names[-1]):
-            save_tensors(folder / names[-1], _answered(shard, answer))
+        if _is_whole(folder / names[-1]):
+            progress.skip(sum(len(targets_of(batch)) for batch in shard))
+        else:
+            save_tensors(folder / names[-1], _answered(shard, answer, progress))
     write_json(folder / MANIFEST, {"files": {name: sha256_of(folder / name) for name in names}})
 
 
@@ -116,10 +121,13 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _answered(shard: list[Batch], answer: Answer) -> dict[str, Tensor]:
+def _answered(shard: list[Batch], answer: Answer, progress: Progress) -> dict[str, Tensor]:
     """Return the tensors of a shard."""
     keys = b"".join(key for batch in shard for key in row_keys(batch))
-    answers = [answer(batch) for batch in shard]
+    answers = []
+    for batch in shard:
+        answers.append(answer(batch))
+        progress.update(len(targets_of(batch)))
     return {
         "keys": torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, 16),
         "counts": torch.cat([(targets_of(batch) != IGNORE).sum(1) for batch in shard]),

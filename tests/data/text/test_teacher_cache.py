@@ -11,6 +11,8 @@ from lit_efficient import ConfigurationError
 from lit_efficient.data.text import teacher_cache
 from lit_efficient.data.text.teacher_cache import Batch, TopKCache, cache_key, row_keys, write_top_k
 from lit_efficient.losses.next_token import IGNORE, targets_of
+from lit_efficient.mechanisms import progress
+from tests.support import SlowClock
 
 
 def row(seed: int, length: int, padded: int) -> dict[str, torch.Tensor]:
@@ -65,8 +67,11 @@ def test_another_token_position_or_label_is_another_row(tmp_path: Path) -> None:
     assert keys[0] == keys[1]
 
 
-def test_an_interrupted_teacher_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_teacher_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(teacher_cache, "SHARD_BATCHES", 1)
+    monkeypatch.setattr(progress, "time", SlowClock())
     asked: list[int] = []
 
     def tired(of: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,8 +84,11 @@ def test_an_interrupted_teacher_goes_on_where_it_stopped(tmp_path: Path, monkeyp
         write_top_k(tmp_path / "a", BATCHES, tired)
     with pytest.raises(ConfigurationError, match="manifest"):
         TopKCache(tmp_path / "a")
-    write_top_k(tmp_path / "a", BATCHES, tired)
+    assert capsys.readouterr().err == ""  # it took 20 s, and had no number of rows
+    write_top_k(tmp_path / "a", BATCHES, tired, rows=7)
     assert len(asked) == 5
+    # Two of the six rows were answered in this run, in 30 s.
+    assert capsys.readouterr().err == "running the teacher: 6 of 7 rows, about 15 s left\n"
     write_top_k(tmp_path / "a", BATCHES, tired)
     assert len(asked) == 5
     write_top_k(tmp_path / "b", BATCHES, teach)
