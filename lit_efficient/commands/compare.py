@@ -16,6 +16,8 @@ from pathlib import Path
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files import configs
 
+_NAMED = 8  # variants whose names are printed
+
 
 def run(argv: Sequence[str]) -> int:
     """Run ``compare`` and return its exit code."""
@@ -61,9 +63,13 @@ def run(argv: Sequence[str]) -> int:
         alone=options.all,
         planner=ConfigFit(rest, root, device="meta"),
     )
+    count = len(comparing.variants)
+    variants = f"{count} variants"
+    if count <= _NAMED:
+        variants += f" ({', '.join(comparing.variants)})"
     print(
-        f"compare: trains {len(comparing.variants)} variants for {options.steps} steps, {options.seeds} times each by "
-        f"turns, in {comparing.folder}. No run begins after {options.minutes:g} minutes; Ctrl-C keeps finished runs.",
+        f"compare: trains {variants} for {comparing.schedule.length} steps, {options.seeds} times each, in "
+        f"{comparing.folder}. No run begins after {options.minutes:g} minutes; Ctrl-C keeps finished runs.",
         file=sys.stderr,
         flush=True,
     )

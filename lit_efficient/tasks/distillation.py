@@ -358,7 +358,8 @@ class Distillation(LanguageModeling):
     def _cached(self, k: int) -> TopKCache:
         """Return the cache for the training data. One process creates it if it does not exist."""
         way_out = "run the teacher in each step (cache_top_k null)"
-        batches = in_order(self.trainer.train_dataloader, "Distillation: cache_top_k", way_out)
+        loader: Any = self.trainer.train_dataloader
+        batches = in_order(loader, "Distillation: cache_top_k", way_out)
         temperature = self.objective.divergence.temperature
         size = self._vocabulary(output_head(self._built()).rows)
         if k > size:
@@ -383,7 +384,7 @@ class Distillation(LanguageModeling):
                 kept = [top_k_of(teacher.head(chunk)[:, :size], k, temperature) for chunk in chunks]
             return torch.cat([ids for ids, _ in kept]), torch.cat([log_probs for _, log_probs in kept])
 
-        write_top_k(folder, batches(), answer, len(self.trainer.train_dataloader.dataset))
+        write_top_k(folder, batches(), answer, len(loader.dataset))
         self._live = []  # free its memory for the student
         self._checked.clear()
         self._read.clear()

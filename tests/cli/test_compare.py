@@ -27,6 +27,11 @@ def test_a_strangers_module_is_compared_and_the_same_command_goes_on(capsys):
     for word in ("baseline", "twice", "all", "val/loss", "hidden must be at least 1", "forgetting"):
         assert word in said.out
     assert "seed 0" in said.err
+    for words in (
+        "4 variants (baseline, twice, wrong, all) for 4 steps, 1 times each",
+        "trainings of 4 steps, each about",
+    ):
+        assert words in said.err
     (folder,) = Path("runs/compare").iterdir()
     names = {"about.json", "rows.jsonl", "comparison.html", "comparison.md", "comparison.csv"}
     assert {path.name for path in folder.iterdir() if path.suffix != ".log"} == names

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
@@ -11,6 +12,7 @@ import torch
 import lit_efficient
 from lit_efficient import EMA, LoRA
 from lit_efficient.errors import ConfigurationError
+from lit_efficient.evidence.comparing import comparison_runs
 from lit_efficient.evidence.comparing.comparison import TRAINING_LOSS, Comparison
 from lit_efficient.evidence.comparing.comparison_rows import Row, Rows, metric_of, results
 from lit_efficient.evidence.comparing.comparison_runs import Comparing, Schedule, variants
@@ -35,7 +37,7 @@ def test_it_goes_on_where_it_was_stopped(source, tmp_path):
 
     def stop(line: str) -> None:
         said.append(line)
-        if len(said) == 3:
+        if "seed 0: " in said[-1] and sum("seed 0: " in line for line in said) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -73,6 +75,42 @@ def test_it_goes_on_where_it_was_stopped(source, tmp_path):
     assert lora.forgetting.value == pytest.approx(lora.forgotten - baseline.forgotten)
     assert baseline.forgotten < 0  # the other data is the same here, and it learns
     assert (baseline.time.value, baseline.time.p, baseline.loss.value, baseline.steps_to_loss.value) == (1, None, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule", "end"),
+    [
+        # 10 s until the first step and 2 s for each; from step 5 on a validation's share is known 5 steps later.
+        ([2, 5, 9, 10], {"minutes": 6.0}, "each about 50 s, take about 5.0 min"),
+        ([], {"minutes": 6.0}, "each about 50 s, take about 5.0 min"),  # after the whole run
+        ([5, 10], {"minutes": 6.0, "narrow": 0.05}, "; short runs that compare times follow, until 6 min have passed"),
+        ([5, 10], {"minutes": 3.0}, "5.0 min, and none begins after 3 min: give more minutes or fewer steps"),
+        ([4, 5], {"minutes": 6.0, "validations": 0}, "each about 50 s, take about 5.0 min"),
+    ],
+)  # fmt: skip
+def test_the_first_steps_tell_how_long_it_takes(source, tmp_path, monkeypatch, steps, schedule, end):
+    now = 0.0
+    said: list[str] = []
+
+    def run(source, change, *, seed, heard, **_):
+        nonlocal now
+        begun = now
+        for step in steps:
+            now = begun + 10 + 2 * step
+            heard(step)
+            if step == steps[-1] and not change.overlays and seed == 0:
+                assert "take about" in " ".join(said)
+        now = begun + 50
+        return run_of(change.name, seed, [1.0, 0.9], 2.0)
+
+    monkeypatch.setattr(comparison_runs, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(comparison_runs, "measured", run)
+    monkeypatch.setattr(Comparing, "_planned", lambda *_: None)
+    plan = Schedule(**{"steps": 20, "seeds": 2, "validations": 4, "narrow": None, **schedule})
+    Comparing(source, CHANGES, plan, tmp_path, said=said.append, alone=True).run()
+    (line,) = [line for line in said if line.startswith("compare: ")]
+    assert line.startswith("compare: 6 trainings of 20 steps, each about 50 s, take about ")
+    assert line.endswith(end)
 
 
 def test_a_folder_belongs_to_one_comparison(source, tmp_path):

@@ -27,6 +27,7 @@ from lit_efficient.evidence.fits import Change, FitSource
 from lit_efficient.evidence.measured_run import WARM_UP, measured
 from lit_efficient.evidence.own_process import TaskFailed, own_process, plan_seconds
 from lit_efficient.evidence.planning.plan import plan
+from lit_efficient.evidence.run_watch import warm_up
 
 _TIMED = 12  # timed steps of a short run
 _LEAST_ROUNDS = 6  # with fewer, an interval that is narrow by chance ends the runs too often
@@ -109,6 +110,7 @@ class Comparing:
         # A variant is identified by its changes, so that a new definition under an old name runs again.
         self.keys = {name: _hash(f"{name}\n{source.identity(one)}") for name, one in self.variants.items()}
         self._costs: dict[tuple[str, bool], float] = {}  # seconds of the last run, by variant and whether it is whole
+        self._guess: float | None = None  # seconds of a whole run, by the first steps of the first one
         self._late: dict[str, Row] = {}  # runs that took too long: another call may have time for them
 
     def run(self) -> None:
@@ -215,11 +217,21 @@ class Comparing:
             elsewhere = None
         begun = time.monotonic()
         reported = begun
+        first: tuple[int, float] | None = None  # a step after the warm-up, and its time
 
         def heard(step: int) -> None:
-            nonlocal reported
-            if time.monotonic() - reported > _REPORT_SECONDS:
-                reported = time.monotonic()
+            nonlocal reported, first
+            now = time.monotonic()
+            if whole and self._guess is None and step >= warm_up(steps):
+                first = first or (step, now)
+                # The steps between have their share of the validations.
+                if step - first[0] >= max(1, steps // validations if validations else 1):
+                    each = (now - first[1]) / (step - first[0])
+                    self._guess = now - begun + (steps - step) * each
+                    reported = now
+                    self.said(self._estimate(self._guess))
+            if now - reported > _REPORT_SECONDS:
+                reported = now
                 self.said(f"{title}: step {step} of {steps}; {self._time_left(turn)}")
 
         # A failure is a result too, and is stored so that it is not repeated.
@@ -237,6 +249,9 @@ class Comparing:
             cpu_time=self.schedule.cpu_time,
         )
         self._costs[name, whole] = time.monotonic() - begun
+        if whole and self._guess is None and not found.failed:  # too short for an estimate from its steps
+            self._guess = self._costs[name, whole]
+            self.said(self._estimate(self._guess))
         row = Row(self.keys[name], turn, whole, found)
         # A plan is the same in each round.
         if turn == 0 and not found.failed:
@@ -246,6 +261,19 @@ class Comparing:
         else:
             self.rows.add(row)
         self.said(f"{title}: {self._outcome(name, row)}; {self._time_left(turn)}")
+
+    def _estimate(self, seconds: float) -> str:
+        """Return the time of all missing trainings, each of which takes so many seconds."""
+        count = sum(not self._has(name, seed) for name in self._alive() for seed in range(self.schedule.seeds))
+        text = (
+            f"compare: {count} trainings of {self.schedule.length} steps, each about {seconds:.3g} s, take about "
+            f"{count * seconds / 60:.1f} min"
+        )
+        if count * seconds > 60 * self.schedule.minutes:
+            return f"{text}, and none begins after {self.schedule.minutes:g} min: give more minutes or fewer steps"
+        if self.schedule.narrow is not None:
+            return f"{text}; short runs that compare times follow, until {self.schedule.minutes:g} min have passed"
+        return text
 
     def _planned(self, name: str) -> int | None:
         seconds = plan_seconds(self.schedule.minutes)
@@ -267,7 +295,7 @@ class Comparing:
     def _time_left(self, turn: int) -> str:
         """Return an estimate of the time that the whole trainings need, or without any the time that is left."""
         budget = max(0.0, self._end - time.monotonic())
-        known = [seconds for (_, whole), seconds in self._costs.items() if whole] or [0.0]
+        known = [seconds for (_, whole), seconds in self._costs.items() if whole] or [self._guess or 0.0]
         mean = sum(known) / len(known)
         need = 0.0
         for name in self._alive():
