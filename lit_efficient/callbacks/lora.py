@@ -51,6 +51,7 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     kind_of,
     learned_tokens,
     scale_of,
+    settings_of,
     start_from_data,
 )
 from lit_efficient.mechanisms.adapters.peft_folder import adapter_in, placement, read_adapter, start_adapters
@@ -66,7 +67,16 @@ from lit_efficient.mechanisms.adapters.targets import (
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows
-from lit_efficient.surgery import call_layers, count, expert_stacks, inner_optimizer, local, match_modules, weights_wait
+from lit_efficient.surgery import (
+    call_layers,
+    count,
+    expert_stacks,
+    inner_optimizer,
+    local,
+    match_modules,
+    name_pattern,
+    weights_wait,
+)
 from lit_efficient.traits import Trait
 
 
@@ -93,6 +103,10 @@ class LoRA(AdapterTechnique):
             ``qalora`` and ``rounded`` need ``QuantizeBase(format="int4")``: ``qalora`` sees sums over the
             quantisation groups and merges into the zero points without error, and ``rounded`` computes with the
             rounded int4 weight that results from merging, at the cost of one float weight per layer.
+        patterns: Ranks and alphas of single layers, by regular expressions for the ends of dotted names, such as
+            ``{q_proj: {rank: 16, alpha: 32}, layers.0.mlp.up_proj: {rank: 4}}``. The first pattern that matches a layer
+            counts, and what it leaves out is ``rank`` or ``alpha``. They correspond to peft's ``rank_pattern`` and
+            ``alpha_pattern``. Stacked experts always have ``rank`` and ``alpha``.
         lr_ratio: Learning rate of B divided by the rate of A (LoRA+), above 0; the paper uses 16. ``None`` trains
             both at the same rate.
         rates: Learning rates of parts of the module as multiples of the optimizer's rate, by regular expressions for
@@ -117,8 +131,8 @@ class LoRA(AdapterTechnique):
         start_from: Folder of an adapter, saved by peft or by ``export --format peft``, from which training starts; or
             file or folder of a LoRA of diffusers, kohya's scripts, ComfyUI, ai-toolkit or LyCORIS for a network of
             diffusers, whose layers may have several ranks (training then has the largest). rank, alpha, targets,
-            dropout, variant, bias, modules_to_save and trainable_token_indices are read from it. If one of them is
-            also given, it must be the same.
+            dropout, variant, patterns, bias, modules_to_save and trainable_token_indices are read from it. If one of
+            them is also given, it must be the same.
 
     Raises:
         ConfigurationError: For an argument out of range, and for a pattern that matches no layer. The message lists
@@ -150,6 +164,7 @@ class LoRA(AdapterTechnique):
         start_from: str | None = None,
         beside: dict[str, str | dict[str, str | int | float | list[str]]] | None = None,
         start_batches: int = 16,
+        patterns: dict[str, dict[str, int | float]] | None = None,
     ) -> None:
         super().__init__()
         check_number("LoRA", "rank", rank, least=1, whole=True)
@@ -160,6 +175,12 @@ class LoRA(AdapterTechnique):
         check_number("LoRA", "start_batches", start_batches, least=1, whole=True)
         for pattern, rate in (rates or {}).items():
             check_number("LoRA", f"rates[{pattern!r}]", rate, above=0)
+        for pattern, own in (patterns or {}).items():
+            name_pattern(pattern, "LoRA: patterns")
+            if not isinstance(own, Mapping) or not own or not own.keys() <= {"rank", "alpha"}:
+                raise refusal("LoRA", f"patterns[{pattern!r}]", "a mapping with rank, alpha or both", own)
+            check_number("LoRA", f"patterns[{pattern!r}].rank", own.get("rank"), least=1, whole=True, null=True)
+            check_number("LoRA", f"patterns[{pattern!r}].alpha", own.get("alpha"), above=0, null=True)
         if dropout and variant == "rounded":
             raise refusal("LoRA", "dropout", "0 for variant rounded, which sums weight and adapter", dropout)
         check_choice("LoRA", "bias", bias, ("none", "lora_only", "all"))
@@ -184,6 +205,7 @@ class LoRA(AdapterTechnique):
         self.start_from = start_from
         self.beside = beside
         self.start_batches = start_batches
+        self.patterns = patterns
         self._started = False  # the initial values have been computed from data
         self._capacity_reported = False
         self._read: list[str] = []  # names of linear layers without an adapter, whose weights other code reads
@@ -243,7 +265,9 @@ class LoRA(AdapterTechnique):
             read = read_elsewhere(module)
             self._read = [name for name, _ in targets if name in read]
             targets = [(name, part) for name, part in targets if name not in read]
-        self._check_targets(targets, experts, others, weights_wait(module))
+        settings = {name: self._settings(name) for name, _ in targets}
+        self._check_targets(targets, experts, others, weights_wait(module), settings)
+        self._check_patterns(settings)
         for part in module.modules():
             if is_bitsandbytes(part):
                 # Imported here because bitsandbytes is optional. The layer may be one that transformers has built.
@@ -254,8 +278,8 @@ class LoRA(AdapterTechnique):
             add_low_rank(
                 layer,
                 name,
-                rank=self.rank,
-                alpha=self.alpha,
+                rank=settings[name][0],
+                alpha=settings[name][1],
                 variant=self.variant,
                 dropout=self.dropout,
                 seed=self.seed,
@@ -456,6 +480,7 @@ class LoRA(AdapterTechnique):
         experts: Sequence[tuple[str, nn.Module, list[str]]],
         others: Sequence[str],
         waits: bool,
+        settings: Mapping[str, tuple[int, float]],
     ) -> None:
         for name, part, _ in experts:
             if isinstance(part, LowRankExperts):
@@ -501,8 +526,19 @@ class LoRA(AdapterTechnique):
                 )
             if self.variant == "lora_ga":  # A and B take different singular vectors
                 limit //= 2
-            if self.variant in (*FROM_WEIGHT, *FROM_DATA) and self.rank > limit:
-                raise refusal("LoRA", "rank", f"at most {limit} for {self.variant} on {name!r}", self.rank)
+            if self.variant in (*FROM_WEIGHT, *FROM_DATA) and settings[name][0] > limit:
+                raise refusal("LoRA", "rank", f"at most {limit} for {self.variant} on {name!r}", settings[name][0])
+
+    def _settings(self, name: str) -> tuple[int, float]:
+        """Return the rank and the alpha of a layer."""
+        return settings_of(name, self.rank, self.alpha, self.patterns)
+
+    def _check_patterns(self, layers: Iterable[str]) -> None:
+        for pattern in self.patterns or {}:
+            if not any(name_pattern(pattern, "LoRA: patterns").fullmatch(name) for name in layers):
+                raise ConfigurationError(
+                    f"LoRA: patterns: {pattern!r} matches none of the layers with adapters: {listed(list(layers))}"
+                )
 
     def _report(self, module: nn.Module, names: tuple[str, ...]) -> Report:
         trained = {id(p): p for p in module.parameters() if p.requires_grad}.values()

@@ -584,11 +584,13 @@ def merge_state(
     where, arguments = _adapters(checkpoint)
     state = {**(base or {}), **checkpoint["state_dict"]}
     kinds: dict[str, str] = {}
+    alphas: dict[str, float] = {}
     experts: dict[str, list[str]] = {}
     transposed: set[str] = set()
     if where:
         prefix = f"{where['root']}." if where["root"] else ""
         kinds = {f"{prefix}{name}": kind for name, kind in where["kinds"].items()}
+        alphas = {f"{prefix}{name}": alpha for name, alpha in where.get("alphas", {}).items()}
         experts = {f"{prefix}{name}": keys for name, keys in where.get("experts", {}).items()}
         transposed = {f"{prefix}{name}" for name in where.get("transposed", ())}
     for name in kinds:
@@ -612,7 +614,7 @@ def merge_state(
     if where:
         _merge_rows(state, where)
     for name, kind in kinds.items():
-        _merge_entry(state, name, kind, arguments)
+        _merge_entry(state, name, kind, {**arguments, "alpha": alphas.get(name, arguments["alpha"])})
         if grouped and not keep_int4:
             dequantize_entry(state, name, transposed=kind == "conv1d")
     return state
@@ -655,7 +657,7 @@ def _merge_entry(state: dict[str, Tensor], name: str, kind: str, arguments: Fiel
     key = f"{name}.weight"
     own = [k for k in state if k.rpartition(".")[0] == name and k.rpartition(".")[2].startswith("lora_")]
     added = {k.rpartition(".")[2]: state.pop(k) for k in own}
-    scale = scale_of(arguments["variant"], arguments["alpha"], arguments["rank"])
+    scale = scale_of(arguments["variant"], arguments["alpha"], len(added["lora_A"]))
     if arguments["variant"] == "qalora":
         delta = scale * (added["lora_B"] @ added["lora_A"])
         state[f"{key}_zero"] = shifted_zeros(state[f"{key}_scale"], state[f"{key}_zero"], delta)

@@ -29,7 +29,7 @@ def updates_of(
 ) -> dict[str, Tensor]:
     """Return the update of each adapted layer of a checkpoint for a fixed input, and DoRA's magnitudes."""
     root = f"{where['root']}." if where["root"] else ""
-    scale = scale_of(arguments["variant"], arguments["alpha"], arguments["rank"])
+    alphas = where.get("alphas", {})
     found = {}
     for part, place in places_of(where["networks"]).items():
         prefix = f"{part}." if part else ""
@@ -38,6 +38,8 @@ def updates_of(
             if not full.startswith(prefix):
                 continue
             key = f"{place}.{full.removeprefix(prefix)}"
+            rank = len(state[f"{full}.lora_A"])
+            scale = scale_of(arguments["variant"], alphas.get(name, arguments["alpha"]), rank)
             found[key] = scale * _product(state[f"{full}.lora_A"], state[f"{full}.lora_B"])
             if f"{full}.lora_A0" in state:
                 found[key] -= scale * _product(state[f"{full}.lora_A0"], state[f"{full}.lora_B0"])

@@ -218,6 +218,8 @@ def test_merging_gives_a_plain_module_that_can_be_adapted_again() -> None:
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
         ({"variant": "lokr"}, "variant must be one of lora, .*, eva, qalora, rounded, got 'lokr'"),
         ({"lr_ratio": -1.0}, "lr_ratio must be above 0 or null, got -1.0"),
+        ({"patterns": {"stem": {"r": 2}}}, r"patterns\['stem'\] must be a mapping with rank, alpha or both, got"),
+        ({"patterns": {"stem": {"rank": 0}}}, r"patterns\['stem'\].rank must be a whole number of at least 1 or null"),
         ({"bias": "some"}, "bias must be one of none, lora_only, all, got 'some'"),
     ],
 )
@@ -247,6 +249,10 @@ def test_the_head_of_our_own_network_gets_no_adapter_either(tied: bool) -> None:
         ({"targets": []}, r"targets must be all-linear, all-linear\+experts or a list of patterns"),
         ({"variant": "pissa", "rank": 17}, "rank must be at most 16 for pissa on 'net.stem', got 17"),
         ({"modules_to_save": ["net"]}, "covers every layer"),
+        (
+            {"patterns": {"stem": {"rank": 1}, "q_proj": {"rank": 2}}},
+            "patterns: 'q_proj' matches none of the layers with",
+        ),
     ],
 )
 def test_bad_targets_are_refused_before_anything_changes(arguments: dict[str, Any], message: str) -> None:

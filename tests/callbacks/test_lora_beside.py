@@ -38,7 +38,9 @@ def configs() -> dict[str, Any]:
     task = {"task_type": "CAUSAL_LM", "lora_dropout": 0.0}
     return {
         "own": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], **task),
-        "code": peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "down_proj"], **task),
+        "code": peft.LoraConfig(
+            r=2, lora_alpha=3, target_modules=["q_proj", "down_proj"], rank_pattern={"1.self_attn.q_proj": 3}, **task
+        ),
         "sums": peft.LoraConfig(r=3, lora_alpha=5, use_rslora=True, target_modules=["v_proj"], **task),
     }
 

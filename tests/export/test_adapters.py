@@ -77,6 +77,8 @@ PEFT_CASES: dict[str, dict[str, Any]] = {
     "pissa": {"variant": "pissa"},
     "everything": {"targets": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
     "one_layer": {"targets": [r"layers\.1\.mlp\.up_proj"]},
+    "patterns": {"variant": "rslora", "patterns": {"q_proj": {"rank": 3, "alpha": 5}, "1.mlp.up_proj": {"alpha": 9}}},
+    "patterns of pissa": {"variant": "pissa", "patterns": {"down_proj": {"rank": 3}}},
 }
 
 
@@ -97,7 +99,9 @@ def test_peft_loads_the_adapter(case: str, tmp_path: Path) -> None:
 def test_transformers_loads_the_merged_model(tie: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    path, expected = _trained(tmp_path, tie=tie, targets=["q_proj", "down_proj", "lm_head"], variant="dora")
+    patterns: Any = {"down_proj": {"rank": 3, "alpha": 2}}
+    targets = ["q_proj", "down_proj", "lm_head"]
+    path, expected = _trained(tmp_path, tie=tie, targets=targets, variant="dora", patterns=patterns)
     _llama(tie).save_pretrained(tmp_path / "base")
     arguments = [str(path), "--format", "merged", "--output", str(tmp_path / "out"), "--base", str(tmp_path / "base")]
     assert export(arguments) == 0
@@ -158,7 +162,7 @@ def exported_adapter(kind: str, folder: Path, variant: str = "lora") -> tuple[di
     base = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     targets = ["to_q", "to_v", "conv1"] if kind == "unet" else ["to_q", "linear_1"]
     root = torch.nn.ModuleDict({"network": model})
-    apply(root, [LoRA(rank=2, targets=targets, alpha=6.0, variant=variant)])
+    apply(root, [LoRA(rank=2, targets=targets, alpha=6.0, variant=variant, patterns={"to_q": {"rank": 3, "alpha": 2}})])
     for name, p in root.named_parameters():
         if name.endswith("lora_B"):
             torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))

@@ -30,6 +30,8 @@ from lit_efficient.files.checkpoints import Fields
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.internals.hugging_face import from_config
 from lit_efficient.mechanisms.adapters.lora_files import LORA_FILE, places_of
+from lit_efficient.mechanisms.adapters.low_rank import scale_of
+from lit_efficient.mechanisms.adapters.peft_folder import by_pattern
 from lit_efficient.models.libraries.original_names import OriginalLayer, original_layers
 
 KOHYA_FILE = "kohya.safetensors"
@@ -43,9 +45,7 @@ _UP = "lora_up.weight"
 _KOHYA = {"lora_A": _DOWN, "lora_B": _UP, "lora_magnitude_vector": "dora_scale"}
 
 
-def write_several(
-    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object], networks: Sequence[Fields]
-) -> None:
+def write_several(folder: Path, tensors: Mapping[str, Tensor], config: Fields, networks: Sequence[Fields]) -> None:
     """Write the factors of several networks for ``load_lora_weights`` to a folder.
 
     Args:
@@ -69,8 +69,19 @@ def write_several(
             if part["library"] == "transformers" and name.endswith("lora_magnitude_vector"):
                 key += ".weight"  # transformers reads peft's present name
             named[key] = tensor
-        header |= {f"{place}.{key}": value for key, value in {**config, "target_modules": part["targets"]}.items()}
+        own_config = {**_relative(config, part), "target_modules": part["targets"]}
+        header |= {f"{place}.{key}": value for key, value in own_config.items()}
     save_tensors(folder / LORA_FILE, named, format="pt", lora_adapter_metadata=json.dumps(header))
+
+
+def _relative(config: Fields, part: Fields) -> dict[str, Any]:
+    """Return peft's configuration of several networks with the patterns of one of them."""
+    found = dict(config)
+    for key in ("rank_pattern", "alpha_pattern"):
+        if key in found:
+            prefix = f"{part['name']}."
+            found[key] = {name.removeprefix("^").removeprefix(prefix): value for name, value in found[key].items()}
+    return found
 
 
 def _published(name: str, part: Fields) -> str:
@@ -129,7 +140,8 @@ def write_kohya(folder: Path, tensors: Mapping[str, Tensor], config: Fields, net
             prefix += f"{part['name']}."
         own = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
         try:
-            named |= to_kohya({name: one for name, one in own.items() if ".lora_" in name}, config, part, networks)
+            factors = {name: one for name, one in own.items() if ".lora_" in name}
+            named |= to_kohya(factors, _relative(config, part), part, networks)
         except ConfigurationError as error:
             rank_zero_warn(f"{KOHYA_FILE} is not written: {error}")
             return
@@ -152,11 +164,16 @@ def to_kohya(
         ConfigurationError: For DoRA in a part of the layers that the authors stack: the magnitudes of the other parts
             are those of the base, which is not here.
     """
-    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+    variant = "rslora" if config["use_rslora"] else "lora"
+    scale = scale_of(variant, config["lora_alpha"], config["r"])
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, factor = name.partition(".lora_")
         layers.setdefault(layer, {})[_KOHYA[f"lora_{factor.removesuffix('.weight')}"]] = tensor
+    for name, pair in layers.items():
+        # Stacked layers share one alpha, and diffusers reads one alpha for a UNet, so that B has the rest of the scale.
+        alpha = by_pattern(config, "alpha_pattern", name, config["lora_alpha"])
+        pair[_UP] = pair[_UP] * (scale_of(variant, alpha, len(pair[_DOWN])) / scale)
     network = skeleton(part)
     prefix = _kohya_prefix(part, networks or [part])
     found: dict[str, Tensor] = {}
@@ -172,8 +189,12 @@ def to_kohya(
             )
         if original.swapped:
             factors = {name: one if name == _DOWN else torch.cat(one.chunk(2)[::-1]) for name, one in factors.items()}
+        rank = len(factors[_DOWN])
+        if len(own) == 1:
+            factors[_UP] = factors[_UP] * (rank / config["r"])
+            rank = config["r"]
         found |= {f"{key}.{name}": one.contiguous() for name, one in factors.items()}
-        found[f"{key}.alpha"] = torch.tensor(float(scale * len(factors[_DOWN])))
+        found[f"{key}.alpha"] = torch.tensor(float(scale * rank))
     return found
 
 

@@ -45,7 +45,7 @@ from lit_efficient.mechanisms.adapters.starts import (
     singular_factors,
 )
 from lit_efficient.models.networks.grouped_linear import GroupedLayer
-from lit_efficient.surgery import home_of, in_autocast_dtype, mix_in, unmixed
+from lit_efficient.surgery import home_of, in_autocast_dtype, mix_in, name_pattern, unmixed
 
 VARIANTS = ("lora", "rslora", "dora", *FROM_WEIGHT, *FROM_DATA, "qalora", "rounded")
 OWN = "default"  # name of the adapter that trains, if the layer has several
@@ -59,6 +59,24 @@ def scale_of(variant: str, alpha: float, rank: int) -> float:
     if variant == "rslora":
         return alpha / math.sqrt(rank)
     return alpha / rank
+
+
+def settings_of(
+    name: str, rank: int, alpha: float, patterns: Mapping[str, Mapping[str, float]] | None
+) -> tuple[int, float]:
+    """Return the rank and the alpha of a layer.
+
+    Args:
+        name: Dotted name of the layer.
+        rank: Rank of layers that no pattern matches.
+        alpha: Alpha of these layers.
+        patterns: ``rank`` and ``alpha``, or one of them, by regular expressions for the ends of names. The first one
+            that matches counts.
+    """
+    for pattern, own in (patterns or {}).items():
+        if name_pattern(pattern, "LoRA: patterns").fullmatch(name):
+            return int(own.get("rank") or rank), own.get("alpha") or alpha
+    return rank, alpha
 
 
 def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tensor | None = None) -> Tensor:
@@ -99,6 +117,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
     lora_magnitude: nn.Parameter  # DoRA's m, [out]
     lora_squared: Tensor  # DoRA's ||w_i||^2, [out]
     lora_variant: str
+    lora_alpha: float
     lora_scale: float
     lora_dropout: float
     lora_draw: str
@@ -519,6 +538,7 @@ def add_low_rank(
         module,
         {"qalora": _LowRankGroups, "rounded": _LowRankRounded}.get(variant, _MIXINS[kind]),
         lora_variant=variant,
+        lora_alpha=alpha,
         lora_scale=scale_of(variant, alpha, rank),
         lora_dropout=dropout,
         lora_draw=f"{seed}/{name}",

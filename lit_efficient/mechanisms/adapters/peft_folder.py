@@ -34,7 +34,7 @@ _OURS = {  # ends of peft's tensor names, and the corresponding names of this pa
     ".lora_magnitude_vector": "lora_magnitude", ".lora_magnitude_vector.weight": "lora_magnitude",
 }  # fmt: skip
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that do not change the base
-_UNSUPPORTED = ("use_qalora", "alora_invocation_tokens", "arrow_config", "layer_replication", "alpha_pattern")
+_UNSUPPORTED = ("use_qalora", "alora_invocation_tokens", "arrow_config", "layer_replication")
 
 
 def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -66,12 +66,19 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     tensors = dict(_named(name, tensor) for name, tensor in found.items())
     layers = sorted(name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A"))
-    ranks = {tensors[f"{name}.lora_A"].shape[0] for name in layers}
+    ranks = {name: tensors[f"{name}.lora_A"].shape[0] for name in layers}
     other = [f"{key}={config[key]!r}" for key in _UNSUPPORTED if config.get(key)]
     if config.get("init_lora_weights") not in _PLAIN_STARTS:
         other.append(f"init_lora_weights={config['init_lora_weights']!r}")
-    if ranks != {config["r"]}:
-        other.append(f"ranks {sorted(ranks)}")
+    patterns: dict[str, dict[str, float]] = {}
+    for name, rank in sorted(ranks.items(), key=lambda item: -len(item[0])):  # a name may be the end of a longer one
+        configured = by_pattern(config, "rank_pattern", name, config["r"])
+        if rank != configured:
+            other.append(f"rank {rank} instead of {configured} in {name!r}")
+            break
+        if config.get("rank_pattern") or config.get("alpha_pattern"):
+            alpha = by_pattern(config, "alpha_pattern", name, config["lora_alpha"])
+            patterns[re.escape(name)] = {"rank": rank, "alpha": alpha}
     if other:
         raise ConfigurationError(
             f"LoRA: start_from={folder} has {other[0]}, which LoRA does not support. Merge the adapter into its base"
@@ -91,10 +98,19 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "targets": [re.escape(name) for name in layers],
         "dropout": config.get("lora_dropout", 0.0),
         "variant": variant,
+        "patterns": patterns or None,
         "bias": config.get("bias", "none"),
         "modules_to_save": [re.escape(name) for name in sorted(whole)] or None,
         "trainable_token_indices": _row_ids(config.get("trainable_token_indices"), folder),
     }, tensors
+
+
+def by_pattern(config: Mapping[str, Any], key: str, name: str, default: float) -> float:
+    """Return the value of the first pattern of peft that matches the end of a layer's name."""
+    for pattern, value in (config.get(key) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return float(value) if key == "alpha_pattern" else int(value)
+    return default
 
 
 def adapter_in(folder: str, module: nn.Module, rank: int, scale: float) -> tuple[list[str], dict[str, Tensor]]:
@@ -198,7 +214,7 @@ def placement(module: nn.Module) -> dict[str, Any]:
 
         - ``root``: dotted name of the model for peft. This is the transformers or diffusers model in ``module``, else
           the only child, if it contains all that trains, else empty for ``module`` itself.
-        - ``kinds``: kind of each adapted layer, by its name in the model.
+        - ``kinds``: kind of each adapted layer, by its name in the model; ``alphas``: its alpha.
         - ``targets``: ``target_modules`` with which peft finds these layers.
         - ``groups``: number of inputs that share a column of A in QA-LoRA, by name.
         - ``experts``: names of the stacked weights with adapters, by the name of their module.
@@ -227,6 +243,7 @@ def placement(module: nn.Module) -> dict[str, Any]:
     return {
         "root": root,
         "kinds": kinds,
+        "alphas": {name: part.lora_alpha for name, part in parts.items()},
         "targets": target_modules(kinds, everything),
         "groups": {name: part.group_size for name, part in parts.items() if part.lora_variant == "qalora"},
         "experts": {name.removeprefix(prefix): list(part.lora_names) for name, part in experts.items()},

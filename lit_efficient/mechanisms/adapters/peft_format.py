@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import Fields
+from lit_efficient.mechanisms.adapters.peft_folder import target_modules
 from lit_efficient.mechanisms.adapters.starts import SUBTRACTED
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS
 from lit_efficient.surgery import memory_of
@@ -43,8 +44,10 @@ def to_peft(
     prefix = f"{where['root']}." if where["root"] else ""
     own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
     tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
     for name, kind in where["kinds"].items():
         a = own.pop(f"{name}.lora_A")
+        ranks[name] = len(a)
         b = own.pop(f"{name}.lora_B")
         if f"{name}.lora_A0" in own:
             a = torch.cat((a, own.pop(f"{name}.lora_A0")))
@@ -91,7 +94,7 @@ def to_peft(
             tensors[key] = tensor
     whole = {_saved_module(name, where, arguments) for name in saved}
     outer = sorted(name for name in whole if not any(name.startswith(f"{other}.") for other in whole))
-    config = _config(where, arguments, outer)
+    config = _config(where, arguments, outer, ranks)
     if ties:
         config["ensure_weight_tying"] = True
     return {f"base_model.model.{key}": tensor.contiguous() for key, tensor in tensors.items()}, config
@@ -117,7 +120,7 @@ def _saved_module(name: str, where: Mapping[str, object], arguments: Fields) -> 
     return name
 
 
-def _config(where: Fields, arguments: Fields, saved: list[str]) -> dict[str, Any]:
+def _config(where: Fields, arguments: Fields, saved: list[str], ranks: Mapping[str, int]) -> dict[str, Any]:
     doubled = 2 if arguments["variant"] in SUBTRACTED else 1
     targets, parameters = _split(where)
     if parameters and arguments["variant"] == "dora":
@@ -142,9 +145,31 @@ def _config(where: Fields, arguments: Fields, saved: list[str]) -> dict[str, Any
         config["trainable_token_indices"] = where["rows"]
     if where.get("auto_mapping"):
         config["auto_mapping"] = where["auto_mapping"]
+    for key, usual, own in (
+        ("rank_pattern", arguments["rank"], ranks),
+        ("alpha_pattern", arguments["alpha"], where.get("alphas", {})),
+    ):
+        found = _patterns(own, usual, doubled)
+        if found and parameters:
+            raise ConfigurationError(
+                f"export: peft has no {key} for parameters, as which it adapts {parameters[0]!r}. Use format merged"
+            )
+        if found:
+            config[key] = found
     if parameters:
         config["target_parameters"] = parameters
     return config
+
+
+def _patterns(own: Mapping[str, float], usual: float, times: int) -> dict[str, float]:
+    """Return peft's patterns of the layers with another value than usual, and ``times`` this value."""
+    found: dict[str, float] = {}
+    for value in sorted({*own.values()} - {usual}):
+        ends = target_modules([name for name, one in own.items() if one == value], own)
+        if isinstance(ends, str):  # names that are ends of other names
+            ends = [f"^{name}" for name, one in own.items() if one == value]
+        found |= dict.fromkeys(ends, value * times)
+    return found
 
 
 def task_of(where: Fields) -> str | None:

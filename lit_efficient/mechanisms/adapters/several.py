@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, refusal
-from lit_efficient.mechanisms.adapters.low_rank import OWN, LowRank, scale_of
+from lit_efficient.mechanisms.adapters.low_rank import OWN, LowRank, scale_of, settings_of
 from lit_efficient.surgery import match_modules
 
-FIELDS = ("rank", "alpha", "variant", "targets")  # settings of a frozen adapter
+FIELDS = ("rank", "alpha", "variant", "targets", "patterns")  # settings of a frozen adapter
 _PLAIN = ("lora", "rslora")
 
 
@@ -59,8 +59,8 @@ def rest_beside(module: nn.Module, name: str, fields: Mapping[str, Any], tensors
     """
     own = {at: part for at, part in module.named_modules() if isinstance(part, LowRank)}
     found = match_modules(module, fields["targets"], who=f"LoRA: the adapter {name!r}")
-    scale = scale_of(fields["variant"], fields["alpha"], fields["rank"])
     for at, layer in found:
+        rank, alpha = settings_of(at, fields["rank"], fields["alpha"], fields.get("patterns"))
         part = own.get(at)
         if part is None or part.lora_variant not in _PLAIN:
             raise ConfigurationError(
@@ -69,7 +69,7 @@ def rest_beside(module: nn.Module, name: str, fields: Mapping[str, Any], tensors
             )
         for key, dim in (("lora_A", 0), ("lora_B", 1)):
             first: Tensor = getattr(part, key)
-            shape = [fields["rank"] if i == dim else size for i, size in enumerate(first.shape)]
+            shape = [rank if i == dim else size for i, size in enumerate(first.shape)]
             values = first.new_zeros(shape)
             if tensors is not None:
                 given = _given(tensors, f"{at}.{key}")
@@ -78,7 +78,7 @@ def rest_beside(module: nn.Module, name: str, fields: Mapping[str, Any], tensors
                 values.copy_(given)
             # A buffer, because checkpoints leave out frozen parameters and must contain this adapter.
             part.register_buffer(f"{key}_{name}", values)
-        part.lora_others = {**part.lora_others, name: scale}
+        part.lora_others = {**part.lora_others, name: scale_of(fields["variant"], alpha, rank)}
 
 
 def _given(tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -33,6 +33,14 @@ pytestmark = pytest.mark.filterwarnings(
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}),
     "one_layer": ("llama", {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1], "use_rslora": True}),
+    "patterns": (
+        "llama",
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 4},
+            "alpha_pattern": {r"[01]\.self_attn\.q_proj": 7, "q_proj": 1},
+        },
+    ),
     "conv1d": ("gpt2", {"target_modules": ["c_attn"], "use_dora": True, "fan_in_fan_out": True, "bias": "lora_only"}),
     "embedding": ("gemma", {"target_modules": ["embed_tokens", "v_proj"], "lora_dropout": 0.1}),
 }
@@ -108,8 +116,8 @@ def test_what_is_given_too_must_be_the_same(tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "has peft_type IA3, not LORA"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights='pissa', which"),
-        ({"alpha_pattern": {"q_proj": 2}}, "has alpha_pattern="),
-        ({"r": 2}, r"has ranks \[3\]"),
+        ({"layer_replication": [[0, 1]]}, "has layer_replication="),
+        ({"r": 2}, r"has rank 3 instead of 2 in 'model.layers.*_proj', which"),
     ],
 )
 def test_what_lora_has_not_is_refused_before_anything_is_built(
