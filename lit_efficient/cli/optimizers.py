@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -58,10 +59,11 @@ class OptimizerPlan:
         Raises:
             ConfigurationError: If no parameter is trainable, or a scheduler needs the end of an endless run.
         """
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        parameters = [p for _, p in named]
         if not parameters:
             raise ConfigurationError(f"optimizer: no parameter of {type(module).__name__} trains (requires_grad)")
-        optimizer: Optimizer = _build("optimizer", self.optimizer, parameters)
+        optimizer: Optimizer = _build("optimizer", self.optimizer, named if self._needs_names() else parameters)
         count = sum(p.numel() for p in parameters)
         note = f"optimizer: {_name(self.optimizer)} over {len(parameters)} tensors, {count:,} parameters that train"
         scheduler: LRScheduler | None = None
@@ -75,6 +77,12 @@ class OptimizerPlan:
             note += f"; lr_scheduler: {', '.join([_name(spec), *known])}"
         rank_zero_info(note)
         return self.arrange(module, optimizer, scheduler)
+
+    def _needs_names(self) -> bool:
+        """Return whether an argument that is set matches names of parameters. Not all packages accept names."""
+        module, _, name = self.optimizer["class_path"].rpartition(".")
+        needed = getattr(getattr(import_module(module), name), "needs_names", ())
+        return any(self.optimizer.get("init_args", {}).get(argument) for argument in needed)
 
 
 def attach(module: LightningModule, plan: OptimizerPlan) -> None:

@@ -37,6 +37,7 @@ OPTIMIZERS: list[tuple[type, dict[str, Any]]] = [
     (torch.optim.SGD, {"momentum": 0.9}),
     (torch.optim.Adafactor, {}),
     (MuonAdamW, {}),
+    (MuonAdamW, {"dion": 0.5}),
 ]
 
 

@@ -130,6 +130,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "GroupedAdafactor": (GroupedAdafactor, {"decay_norm_and_bias": False}),
     "Lion": (Lion, {}),
     "MuonAdamW": (MuonAdamW, {}),
+    "MuonAdamW(dion)": (MuonAdamW, {"dion": 0.5}),
     "Adagrad": (torch.optim.Adagrad, {}),  # whose states are there before the first step
     "NAdam": (torch.optim.NAdam, {}),
     "bitsandbytes": (bnb, {}),

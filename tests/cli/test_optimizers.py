@@ -44,6 +44,13 @@ def test_layers_made_in_configure_model_are_trained():
     assert Recorder.last.trainer.lr_scheduler_configs[0].scheduler.total_steps == STEPS
 
 
+def test_arguments_that_match_names_of_parameters_find_them() -> None:
+    assert fit("--optimizer=MuonAdamW", "--optimizer.heads={net.0.weight: 2}") == 0
+    (held,) = [group for group in Recorder.last.trainer.optimizers[0].param_groups if "head_rows" in group]
+    assert held["param_names"] == ["net.0.weight"]
+    assert [id(p) for p in held["params"]] == [id(ToyModel.last.net[0].weight)]
+
+
 def test_a_length_that_is_given_stays():
     assert (
         fit(

@@ -414,6 +414,12 @@ def kept_in_float32() -> None:
         dist.barrier()
 
 
+def _headed(parameters: list[Any], **arguments: Any) -> MuonAdamW:
+    """Muon with two heads in the first matrix."""
+    groups = [{"params": parameters[:1], "muon": True, "head_rows": 8}, {"params": parameters[1:]}]
+    return MuonAdamW(groups, **arguments)
+
+
 def steps_of_shards() -> None:
     """Optimizers that look at whole matrices step shards of any length, experts' and filters as one process does."""
     mesh = init_device_mesh("cpu", (2,))
@@ -422,6 +428,7 @@ def steps_of_shards() -> None:
     weights, *gradients = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(3))
     kinds: list[tuple[Callable[..., Any], float]] = [(MuonAdamW, 0.0), (GroupedAdafactor, 1e-6)]
     kinds.append((partial(MuonAdamW, normuon=0.9, cautious_decay=True, polar_express=True), 1e-6))
+    kinds.append((partial(_headed, muon_eq="row", muon_plus="column_row"), 1e-6))
     for make, error in kinds:
         ours = [nn.Parameter(distribute_tensor(w.clone(), mesh, [Shard(0)])) for w in weights]
         theirs = [nn.Parameter(w.clone()) for w in weights]
@@ -433,6 +440,10 @@ def steps_of_shards() -> None:
                 optimizer.step()
         for mine, one in zip(ours, theirs):
             torch.testing.assert_close(mine.full_tensor(), one, rtol=error, atol=error)  # type: ignore[attr-defined]
+    p = nn.Parameter(distribute_tensor(weights[0], mesh, [Shard(0)]))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(ConflictError, match="dion needs whole matrices, but these parameters are sharded"):
+        MuonAdamW([p], dion=0.5).step()
 
 
 class Shorter(Net):
