@@ -1,10 +1,17 @@
-"""Optimizer schedule: change weight decay and momentum during the run, independently of the learning-rate schedule.
+"""Optimizer schedule: change weight decay and momentum during the run, apart from the learning rate or with it.
 
     value(t) = end + (start - end) * f(t / until),    f from 1 to 0: 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine)
+    weight_decay(t) = weight_decay * (lr(t) / lr_max)^follow_rate
+
+A step shrinks weights by lr * weight_decay. With follow_rate = 1 (AdamC) the shrinkage falls with the square of the
+rate, so that gradients of layers before a normalisation do not grow at the end of the run. With follow_rate = -1 it
+does not change with the rate (independent weight decay).
 
 Saves: nothing by itself; recipes that increase weight decay (DINO) or warm up momentum (Muon) are a block of YAML
 Costs: nothing
-Source: Caron et al. (2021), https://arxiv.org/abs/2104.14294; momentum: https://kellerjordan.github.io/posts/muon
+Source: Caron et al. (2021), https://arxiv.org/abs/2104.14294; momentum: https://kellerjordan.github.io/posts/muon;
+    AdamC: Defazio (2025), https://arxiv.org/abs/2506.02285; independent weight decay: Wortsman et al. (2023),
+    https://arxiv.org/abs/2309.14322
 """
 
 import math
@@ -36,10 +43,14 @@ class OptimizerSchedule(Technique):
         momentum: Momentum at the start and at the end, at least 0 and below 1; ``None`` for no change.
         until: Step at which the end value is reached, or a share of the run's steps. The end value stays afterwards.
         shape: Shape of the transition, ``linear`` or ``cosine``.
+        follow_rate: Power of the ratio of the learning rate to its maximum, by which weight decay is multiplied: 1 for
+            AdamC, -1 for independent weight decay, ``None`` for no change. The maximum is the rate that the optimizer
+            was built with, or ``max_lr`` of ``OneCycleLR``. Groups with ``"follow_rate": False`` are left out: for
+            AdamC those of layers without a normalisation after them, such as the output layer.
 
     Raises:
-        ConfigurationError: For an argument out of range, if the optimizer has neither setting, and for a share of a run
-            that has no end.
+        ConfigurationError: For an argument out of range, if the optimizer has neither setting, for a share of a run
+            that has no end, and for ``follow_rate`` without a learning-rate schedule.
         ConflictError: If a scheduler such as ``OneCycleLR`` also changes the momentum, and for torchao's low-bit
             optimizers.
     """
@@ -54,6 +65,7 @@ class OptimizerSchedule(Technique):
         momentum: Sequence[float] | None = None,
         until: int | float = 1.0,
         shape: Literal["linear", "cosine"] = "cosine",
+        follow_rate: float | None = None,
     ) -> None:
         super().__init__()
         for name, value, below in (("weight_decay", weight_decay, None), ("momentum", momentum, 1.0)):
@@ -63,14 +75,18 @@ class OptimizerSchedule(Technique):
                 raise refusal("OptimizerSchedule", name, two, value)
             for number in value or ():
                 check_number("OptimizerSchedule", name, number, least=0, below=below)
-        if weight_decay is None and momentum is None:
-            raise ConfigurationError("OptimizerSchedule: weight_decay and momentum are both null. Set one of them")
+        check_number("OptimizerSchedule", "follow_rate", follow_rate, null=True)
+        if weight_decay is None and momentum is None and not follow_rate:
+            raise ConfigurationError(
+                "OptimizerSchedule: weight_decay, momentum and follow_rate are all null or 0. Set one of them"
+            )
         if not steps_of("OptimizerSchedule", "until", until, 2**62):
             raise refusal("OptimizerSchedule", "until", "above 0", until)
         self.weight_decay = weight_decay
         self.momentum = momentum
         self.until = until
         self.shape = shape
+        self.follow_rate = follow_rate
         self._steps = 0  # number of steps until the end value is reached
         self._run: list[Any] = []  # max_steps and max_epochs of the run for which the steps were counted
         self._decays: list[list[float]] = []  # weight decay of each optimizer's groups, as a share of the largest
@@ -97,6 +113,8 @@ class OptimizerSchedule(Technique):
         for name, ends in (("weight decay", self.weight_decay), ("momentum", self.momentum)):
             if ends is not None:
                 parts.append(f"{name} {ends[0]:g} to {ends[1]:g}")
+        if self.follow_rate:
+            parts.append(f"weight decay times (lr / lr_max)^{self.follow_rate:g}")
         return Report(", ".join(parts))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -136,9 +154,14 @@ class OptimizerSchedule(Technique):
         if [len(groups) for groups in self._decays] != [len(groups) for groups in decays]:
             self._largest = max(map(max, decays)) or 1.0  # 1 avoids a division by zero
             self._decays = [[decay / self._largest for decay in groups] for groups in decays]
-        if self.weight_decay is not None and not any(map(any, self._decays)):
+        if (self.weight_decay is not None or self.follow_rate) and not any(map(any, self._decays)):
             raise ConfigurationError(
                 "OptimizerSchedule: no group of the optimizer has a weight_decay above 0 and parameters"
+            )
+        if self.follow_rate and not any("initial_lr" in g for one in trainer.optimizers for g in one.param_groups):
+            raise ConfigurationError(
+                "OptimizerSchedule: follow_rate has no effect without a learning-rate schedule: leave it out, or set a "
+                "schedule"
             )
         self._reads = ReadBack(trainer.optimizers, partial(self._differs, pl_module))
         if self.momentum is None:
@@ -161,8 +184,9 @@ class OptimizerSchedule(Technique):
                 decays.append(_decay(group) / self._largest)
         for optimizer, decays in zip(trainer.optimizers, self._decays, strict=True):
             for group, share in zip(optimizer.param_groups, decays, strict=True):
-                if self.weight_decay is not None and share:
-                    group["weight_decay"] = share * _between(self.weight_decay, left)
+                if share and (self.weight_decay is not None or self.follow_rate):
+                    largest = self._largest if self.weight_decay is None else _between(self.weight_decay, left)
+                    group["weight_decay"] = share * largest * _rate_factor(group, self.follow_rate)
             if self.momentum is not None:
                 _set_momentum(optimizer, _between(self.momentum, left))
             self._expected[id(optimizer)] = [_settings(group) for group in optimizer.param_groups]
@@ -205,6 +229,15 @@ def _between(ends: Sequence[float], left: float) -> float:
     """Return the value between start and end, where ``left`` is the share of the difference that remains."""
     start, end = ends
     return end + (start - end) * left
+
+
+def _rate_factor(group: dict[str, Any], power: float | None) -> float:
+    """Return the factor on the weight decay of a group, which is 1 while the learning rate is 0."""
+    rate = float(group.get("lr", 0.0))
+    most = float(group.get("max_lr", group.get("initial_lr", rate)))
+    if not power or rate <= 0 or group.get("follow_rate") is False:
+        return 1.0
+    return (rate / most) ** power
 
 
 def _decay(group: dict[str, Any]) -> float:

@@ -91,6 +91,44 @@ def test_resumed_where_the_decay_is_zero_it_goes_on(tmp_path: Path) -> None:
         assert_equal(whole, end(tmp_path / f"{step}.ckpt"))
 
 
+class Halved(Toy):
+    """The toy with a rate that halves after two steps, and a third group that may be left out."""
+
+    left_out = False
+
+    def configure_optimizers(self) -> Any:
+        groups = self.groups()
+        if self.left_out:
+            groups[1]["follow_rate"] = False
+        optimizer = torch.optim.AdamW(groups, 0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize(("power", "factor"), [(1, 0.5), (-1, 2.0), (2.0, 0.25)])
+def test_weight_decay_follows_the_rate_by_a_power(power: float, factor: float, tmp_path: Path) -> None:
+    start = [group.get("weight_decay", 0.01) for group in Halved().groups()]
+    module = Halved()
+    module.left_out = power == 1
+    seen = fit(module, OptimizerSchedule(follow_rate=power))
+    for step, groups in enumerate(seen):
+        now = [1.0 if step < 2 else factor, 1.0 if step < 2 or module.left_out else factor]
+        assert [group[0] for group in groups] == pytest.approx([decay * part for decay, part in zip(start, now)])
+    both = fit(Halved(), OptimizerSchedule([0.0, 0.4], until=4, shape="linear", follow_rate=power))
+    assert [step[0][0] for step in both] == pytest.approx([0.0, 0.1, 0.2 * factor, 0.3 * factor])
+
+
+def test_resumed_weight_decay_follows_the_rate_from_where_it_was(tmp_path: Path) -> None:
+    def end(epochs: int, ckpt_path: Path | None = None) -> dict[str, torch.Tensor]:
+        run = trainer([OptimizerSchedule(follow_rate=1), ExactResume(0)], max_epochs=epochs)
+        run.fit(module := Halved(), data(), data(), ckpt_path=ckpt_path)
+        run.save_checkpoint(tmp_path / f"{epochs}.ckpt", weights_only=False)
+        return weights(module)
+
+    end(1)
+    assert_equal(end(2), end(2, tmp_path / "1.ckpt"))
+
+
 class Cycles(Toy):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
@@ -122,6 +160,7 @@ class Plain(Toy):
             ConfigurationError,
             "no group of the optimizer has a weight_decay above 0",
         ),
+        (Toy, {"follow_rate": 1.0}, ConfigurationError, "follow_rate has no effect without a learning-rate schedule"),
     ],
 )
 def test_nothing_to_set_and_what_sets_it_as_well_are_refused(
@@ -153,7 +192,8 @@ def test_what_compiles_its_step_for_each_value_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "weight_decay and momentum are both null"),
+        ({}, "weight_decay, momentum and follow_rate are all null or 0"),
+        ({"follow_rate": 0.0}, "weight_decay, momentum and follow_rate are all null or 0"),
         ({"weight_decay": [0.1]}, r"weight_decay must be two numbers \(start and end\) or null, got \[0.1\]"),
         ({"weight_decay": [0.1, -1]}, "weight_decay must be at least 0, got -1"),
         ({"momentum": [0.9, 1.0]}, "momentum must be at least 0 and below 1, got 1.0"),
