@@ -363,8 +363,8 @@ def _merges() -> tuple[Callable[..., None], dict[str, Any]]:
 
     from lit_efficient import merge_adapters
     from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, add_low_rank
-    from lit_efficient.mechanisms.adapters.quantized import dequantize, quantize_linear
-    from lit_efficient.mechanisms.adapters.starts import SUBTRACTED
+    from lit_efficient.mechanisms.adapters.quantized import SOURCE, dequantize, quantize_linear
+    from lit_efficient.mechanisms.adapters.starts import FROM_ROUNDING, SUBTRACTED
 
     def half_step(layer: Any, weight: Tensor) -> Tensor:
         """By how much each weight may have been rounded, from the numbers that the layer holds."""
@@ -400,6 +400,10 @@ def _merges() -> tuple[Callable[..., None], dict[str, Any]]:
             worst = ((base - weight).abs() - most).max()
             assert worst <= 0, f"{form} rounds by {worst:.2e} more than half a step"
         zeros = quantised.weight_zero.clone() if form == "int4" else None
+        if variant == FROM_ROUNDING and form == "float":
+            variant = "lora"
+        elif variant == FROM_ROUNDING:
+            quantised.__dict__[SOURCE] = weight
         add_low_rank(quantised, "layer", rank=rank, alpha=rank * scale, variant=variant, seed=seed)
         network = nn.Sequential(quantised)
         x = torch.randn(4, 64 * groups)

@@ -42,6 +42,7 @@ from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
 from lit_efficient.mechanisms.adapters.low_rank import (
+    FIXED_A,
     ON_INT4,
     VARIANTS,
     LowRank,
@@ -55,9 +56,9 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     start_from_data,
 )
 from lit_efficient.mechanisms.adapters.peft_folder import adapter_in, placement, read_adapter, start_adapters
-from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes, quantization_of
+from lit_efficient.mechanisms.adapters.quantized import SOURCE, elements, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, mix_adapters, rest_beside
-from lit_efficient.mechanisms.adapters.starts import FROM_DATA, FROM_WEIGHT, Statistics
+from lit_efficient.mechanisms.adapters.starts import FROM_DATA, FROM_ROUNDING, FROM_WEIGHT, Statistics
 from lit_efficient.mechanisms.adapters.targets import (
     ALL_LINEAR,
     WITH_EXPERTS,
@@ -79,6 +80,8 @@ from lit_efficient.surgery import (
 )
 from lit_efficient.traits import Trait
 
+_DAMPING = 1e-8  # of A A^T in LoRA-FA, as in peft
+
 
 class LoRA(AdapterTechnique):
     """Freeze the network and train low-rank adapters on its layers. The names of the base's parameters stay the same.
@@ -96,10 +99,13 @@ class LoRA(AdapterTechnique):
         dropout: Dropout rate on the input of the adapters, at least 0 and below 1.
         variant: ``lora`` is the formula above. ``rslora`` scales by alpha / sqrt(r). ``dora`` trains directions and
             magnitudes separately. ``pissa`` starts from the r largest singular values of the weight and their vectors,
-            ``olora`` from its QR decomposition. Three variants start from ``start_batches`` of the training data, whose
-            statistics need host memory: ``eva`` from the main directions of a layer's inputs, ``corda`` from the
-            directions in which the weight changes these inputs most (4 in^2 bytes for each layer), and ``lora_ga``
-            from the gradient of the weight (4 in out bytes).
+            ``olora`` from its QR decomposition. ``loftq`` starts from the error of a quantised weight, and requires
+            ``QuantizeBase(keep_source=True)``; with several ``start_rounds`` the quantised weight is another one, too.
+            ``lora_fa`` trains B alone, with gradients that come closest to those of the weight; linear layers then
+            store r values for the backward pass instead of their input. Three variants start from ``start_rounds``
+            batches of the training data, whose statistics need host memory: ``eva`` from the main directions of a
+            layer's inputs, ``corda`` from the directions in which the weight changes these inputs most (4 in^2 bytes
+            for each layer), and ``lora_ga`` from the gradient of the weight (4 in out bytes).
             ``qalora`` and ``rounded`` need ``QuantizeBase(format="int4")``: ``qalora`` sees sums over the
             quantisation groups and merges into the zero points without error, and ``rounded`` computes with the
             rounded int4 weight that results from merging, at the cost of one float weight per layer.
@@ -125,9 +131,9 @@ class LoRA(AdapterTechnique):
             not train. ``mix_adapters`` (lit_efficient.mechanisms.adapters.several) switches to them or mixes them with
             the trained adapter, which is called ``default``; ``adapters_by_row`` chooses one for each row of a batch.
             Only for the variants lora and rslora.
-        start_batches: Number of batches from which the variants ``eva``, ``corda`` and ``lora_ga`` start, at least 1.
-            They run before the first step and are trained on again later. The positions that ``attention_mask``
-            leaves out do not count.
+        start_rounds: Number of batches from which the variants ``eva``, ``corda`` and ``lora_ga`` start (16 if it is
+            None), or of alternations of ``loftq`` (1 if it is None), at least 1. The batches run before the first step
+            and are trained on again later. The positions that ``attention_mask`` leaves out do not count.
         start_from: Folder of an adapter, saved by peft or by ``export --format peft``, from which training starts; or
             file or folder of a LoRA of diffusers, kohya's scripts, ComfyUI, ai-toolkit or LyCORIS for a network of
             diffusers, whose layers may have several ranks (training then has the largest). rank, alpha, targets,
@@ -163,7 +169,7 @@ class LoRA(AdapterTechnique):
         seed: int = 0,
         start_from: str | None = None,
         beside: dict[str, str | dict[str, str | int | float | list[str]]] | None = None,
-        start_batches: int = 16,
+        start_rounds: int | None = None,
         patterns: dict[str, dict[str, int | float]] | None = None,
     ) -> None:
         super().__init__()
@@ -172,7 +178,9 @@ class LoRA(AdapterTechnique):
         check_number("LoRA", "dropout", dropout, least=0, below=1)
         check_choice("LoRA", "variant", variant, VARIANTS)
         check_number("LoRA", "lr_ratio", lr_ratio, above=0, null=True)
-        check_number("LoRA", "start_batches", start_batches, least=1, whole=True)
+        check_number("LoRA", "start_rounds", start_rounds, least=1, whole=True, null=True)
+        if start_rounds is not None and variant not in (*FROM_DATA, FROM_ROUNDING):
+            raise refusal("LoRA", "start_rounds", f"null for variant {variant}", start_rounds)
         for pattern, rate in (rates or {}).items():
             check_number("LoRA", f"rates[{pattern!r}]", rate, above=0)
         for pattern, own in (patterns or {}).items():
@@ -204,9 +212,12 @@ class LoRA(AdapterTechnique):
         self.seed = seed
         self.start_from = start_from
         self.beside = beside
-        self.start_batches = start_batches
+        self.start_rounds = start_rounds
         self.patterns = patterns
+        self._batches = start_rounds or 16  # from which the variants of FROM_DATA start
         self._started = False  # the initial values have been computed from data
+        if variant == FROM_ROUNDING:
+            self.traits = self.traits - {Trait.READS_NO_WEIGHTS}
         self._capacity_reported = False
         self._read: list[str] = []  # names of linear layers without an adapter, whose weights other code reads
         self._fields_beside: dict[str, Any] = {}  # the arguments of the adapters in ``beside``, by name
@@ -283,6 +294,7 @@ class LoRA(AdapterTechnique):
                 variant=self.variant,
                 dropout=self.dropout,
                 seed=self.seed,
+                rounds=(self.start_rounds or 1) if self.variant == FROM_ROUNDING else 1,
             )
         for name, part, keys in experts:
             scale = scale_of(self.variant, self.alpha, self.rank)
@@ -316,13 +328,15 @@ class LoRA(AdapterTechnique):
                 "frozen at their initial values. Set trainable_token_indices: new, or modules_to_save with the "
                 "embeddings and the output head, or trainable_token_indices: [] to keep the rows frozen"
             )
+        for part in module.modules():  # weights for LoftQ of layers without an adapter
+            part.__dict__.pop(SOURCE, None)
         freeze_base(module, trained, save_base=self.save_base)
         call_layers(module)
         return self._report(module, (*(name for name, _ in targets), *(name for name, _, _ in experts)))
 
     def check(self, trainer: Any, module: nn.Module) -> None:
         traits = traits_of(trainer.strategy)
-        if self.variant in FROM_DATA and not traits.replicates and trainer.world_size > 1:
+        if self.variant in (*FROM_DATA, FROM_ROUNDING) and not traits.replicates and trainer.world_size > 1:
             raise ConflictError(
                 f"LoRA: variant={self.variant!r} computes initial values from whole weights and gradients, which "
                 f"{traits.name} shards. Use another variant, or strategy='ddp'"
@@ -332,10 +346,12 @@ class LoRA(AdapterTechnique):
                 f"LoRA: rates={self.rates} needs parameter groups, and the optimizer of {traits.name} steps other "
                 "tensors. Leave out rates, or use strategy='ddp'"
             )
-        if self.lr_ratio is not None and traits.flattens:
+        if (self.lr_ratio is not None or self.variant == FIXED_A) and traits.flattens:
+            name = "variant" if self.lr_ratio is None else "lr_ratio"
             raise ConflictError(
-                f"LoRA: lr_ratio={self.lr_ratio} changes the module's parameters after each step, but the optimizer of "
-                f"{traits.name} steps other tensors. Leave out lr_ratio, or use strategy='ddp'"
+                f"LoRA: {name}={getattr(self, name)} changes the module's parameters after each step, or their "
+                f"gradients before it, but the optimizer of {traits.name} steps other tensors. Leave out {name}, or "
+                "use strategy='ddp'"
             )
 
     def rewrite_optimizer(self, optimizer: Optimizer, module: nn.Module) -> Report:
@@ -345,6 +361,10 @@ class LoRA(AdapterTechnique):
 
             multiply_rates(optimizer, schedulers_of(module), module, self.rates, who="LoRA: rates")
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LowRank | LowRankExperts)}
+        if self.variant == FIXED_A:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            layers = [part for part in adapted.values() if isinstance(part, LowRank)]
+            correct_gradients(optimizer, [layer for layer in layers if id(layer.lora_B) in held])
         report = self._report(module, tuple(adapted))
         if self.rates:
             rates = ", ".join(f"{pattern} at {rate:g} times the rate" for pattern, rate in self.rates.items())
@@ -408,17 +428,17 @@ class LoRA(AdapterTechnique):
         with (
             Statistics(layers, self.variant) as statistics,
             repeated_batches(trainer, "LoRA") as batches,
-            trials.trial(self.start_batches + 1, alone=False),
+            trials.trial(self._batches + 1, alone=False),
             torch.compiler.set_stance("force_eager"),
         ):
-            for _ in range(self.start_batches):
+            for _ in range(self._batches):
                 trials.train(lambda: statistics.with_mask_of(next(batches)))
         trials.finish()
         for name, layer in layers.items():
             if name not in statistics.sums:
                 raise ConfigurationError(
                     f"LoRA: variant={self.variant!r} starts from inputs and gradients, but {name!r} had none in "
-                    f"{self.start_batches} batches. Leave the layer out of targets, or use another variant"
+                    f"{self._batches} batches. Leave the layer out of targets, or use another variant"
                 )
             device = layer.lora_A.device
             total = trainer.strategy.reduce(statistics.sums.pop(name).to(device), reduce_op="sum")
@@ -426,13 +446,13 @@ class LoRA(AdapterTechnique):
             if not total.isfinite().all():
                 raise ConfigurationError(
                     f"LoRA: variant={self.variant!r} starts from inputs and gradients, and those of {name!r} are not "
-                    f"finite in {self.start_batches} batches. Check the data and the base's weights; with precision "
+                    f"finite in {self._batches} batches. Check the data and the base's weights; with precision "
                     "16-mixed gradients overflow in the first steps: use bf16-mixed or 32-true"
                 )
             start_from_data(layer, total, samples)
         self._started = True
         rank_zero_info(
-            f"LoRA: the adapters of {len(layers)} layers start from {self.start_batches} batches ({self.variant})"
+            f"LoRA: the adapters of {len(layers)} layers start from {self._batches} batches ({self.variant})"
         )
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
@@ -504,6 +524,17 @@ class LoRA(AdapterTechnique):
                 raise _adapted_twice(name)
             if weight.device.type == "meta" and not waits:
                 raise ConfigurationError(f"LoRA: {name!r} is on the meta device. Load the base's weights first")
+            if self.variant == FROM_ROUNDING and SOURCE not in layer.__dict__:
+                raise ConfigurationError(
+                    f"LoRA: variant={FROM_ROUNDING!r} starts from the error of a weight that QuantizeBase rounds, but "
+                    f"the weight of {name!r} before rounding is not known. Add QuantizeBase(keep_source=True) to the "
+                    "callbacks, or leave the layer out of targets"
+                )
+            if self.variant != FROM_ROUNDING and SOURCE in layer.__dict__:
+                raise ConfigurationError(
+                    f"LoRA: QuantizeBase(keep_source=True) keeps weights for variant={FROM_ROUNDING!r}, got "
+                    f"{self.variant!r}. Leave out keep_source"
+                )
             if kind_of(layer) == "embedding" and self.variant not in ("lora", "rslora"):
                 raise ConfigurationError(
                     f"LoRA: variant={self.variant!r} is for matrix products, but {name!r} is an embedding. Use "
@@ -526,7 +557,7 @@ class LoRA(AdapterTechnique):
                 )
             if self.variant == "lora_ga":  # A and B take different singular vectors
                 limit //= 2
-            if self.variant in (*FROM_WEIGHT, *FROM_DATA) and settings[name][0] > limit:
+            if self.variant in (*FROM_WEIGHT, *FROM_DATA, FROM_ROUNDING) and settings[name][0] > limit:
                 raise refusal("LoRA", "rank", f"at most {limit} for {self.variant} on {name!r}", settings[name][0])
 
     def _settings(self, name: str) -> tuple[int, float]:
@@ -572,6 +603,48 @@ class LoRA(AdapterTechnique):
 
 def _adapted_twice(name: str) -> ConfigurationError:
     return ConfigurationError(f"LoRA: {name!r} already has an adapter. Call merge_adapters(module) to merge it first")
+
+
+def correct_gradients(optimizer: Optimizer, layers: Iterable[LowRank]) -> None:
+    """Let an optimizer step B with the corrected gradient of LoRA-FA, whose change of the weight is closest to -dL/dW.
+
+        dL/dB <- dL/dB (A A^T)^-1 / s^2
+
+    A must not change. A second call replaces the layers of the first.
+
+    Args:
+        optimizer: Optimizer of the ``lora_B`` of the layers.
+        layers: Layers with a frozen A.
+    """
+    for hook in optimizer.__dict__.get(HOOKS[0], {}).values():
+        earlier = getattr(hook, "__self__", None)
+        if isinstance(earlier, _Correction):
+            earlier.layers = list(layers)
+            earlier.inverses = {}
+            return
+    optimizer.register_step_pre_hook(_Correction(list(layers)).correct)
+
+
+class _Correction:
+    """Hook of an optimizer that corrects the gradients of LoRA-FA."""
+
+    def __init__(self, layers: list[LowRank]) -> None:
+        self.layers = layers
+        self.inverses: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def correct(self, *_: object) -> None:
+        for layer in self.layers:
+            if layer.lora_B.grad is None:
+                continue
+            if id(layer) not in self.inverses:
+                a = layer.lora_A.flatten(1)
+                unit = torch.eye(len(a), dtype=a.dtype, device=a.device)
+                gram = a @ a.T + _DAMPING * unit
+                self.inverses[id(layer)] = torch.linalg.pinv(gram, hermitian=True) / layer.lora_scale**2
+            gradient = local(layer.lora_B.grad)
+            flat = gradient.flatten(1) @ self.inverses[id(layer)].to(gradient.dtype)
+            gradient.copy_(flat.view_as(gradient))
 
 
 def stretch_steps(optimizer: Optimizer, factor: float, parameters: Iterable[Tensor]) -> None:

@@ -169,6 +169,8 @@ class QuantizationAwareTraining(CheckpointHooks, Technique):
         "LoRA(variant='corda')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='lora_ga')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='eva')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='loftq')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='lora_fa')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='qalora')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='rounded')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
     }

@@ -31,6 +31,7 @@ from lit_efficient.errors import (
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.mechanisms.adapters.quantized import (
     FORMATS,
+    SOURCE,
     is_conv1d,
     is_quantized,
     quantization_of,
@@ -65,6 +66,8 @@ class QuantizeBase(CheckpointHooks, Technique):
         skip: Regular expressions for the ends of dotted names of layers that are not changed. A pattern need not match.
         group_size: For int4, the number of inputs that share a scale and a zero point. It must be even and divide the
             number of inputs of each layer.
+        keep_source: Keep the weights as they were before in host memory until ``LoRA(variant="loftq")`` has started
+            from them.
 
     Raises:
         ConfigurationError: For an argument out of range, for a pattern that is not a regular expression, if there are
@@ -81,7 +84,12 @@ class QuantizeBase(CheckpointHooks, Technique):
     helps: ClassVar[dict[str, tuple[int, str]]] = {"memory": (0, "frozen weights in 4 or 8 bits, with adapters")}
 
     def __init__(
-        self, format: str = "nf4", double_quant: bool = True, skip: tuple[str, ...] = ("lm_head",), group_size: int = 32
+        self,
+        format: str = "nf4",
+        double_quant: bool = True,
+        skip: tuple[str, ...] = ("lm_head",),
+        group_size: int = 32,
+        keep_source: bool = False,
     ) -> None:
         super().__init__()
         check_choice("QuantizeBase", "format", format, FORMATS)
@@ -96,6 +104,7 @@ class QuantizeBase(CheckpointHooks, Technique):
         self.double_quant = double_quant
         self.skip = tuple(skip)
         self.group_size = group_size
+        self.keep_source = keep_source
         # Layers that were quantised while files were read, with the number of bytes and of weights before.
         self._early: list[tuple[nn.Module, int, int]] = []
 
@@ -174,9 +183,13 @@ class QuantizeBase(CheckpointHooks, Technique):
         return [n for n, part in module.named_modules() if n in read and _is_linear(part) and not self._skips(n)]
 
     def _quantized(self, linear: nn.Module, device: torch.device | None = None) -> Any:
-        return quantize_linear(
+        layer: Any = quantize_linear(
             linear, self.format, double_quant=self.double_quant, group_size=self.group_size, device=device
         )
+        if self.keep_source and not isinstance(linear, ExpertLinear):
+            weight: torch.Tensor = linear.weight.detach()  # type: ignore[operator]
+            layer.__dict__[SOURCE] = (weight.T if is_conv1d(linear) else weight).to("meta" if weight.is_meta else "cpu")
+        return layer
 
     def _candidates(self, module: nn.Module, read: list[str], prefix: str = "") -> list[tuple[str, Any]]:
         """Return the names and modules of the layers to quantise; ``prefix`` is the name of ``module`` itself."""

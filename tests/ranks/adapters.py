@@ -136,7 +136,7 @@ def started(variant: str) -> None:
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.0)
 
     torch.manual_seed(0)
-    run = trainer([LoRA(rank=2, variant=variant, start_batches=2)], devices=2, strategy="ddp", max_steps=1)
+    run = trainer([LoRA(rank=2, variant=variant, start_rounds=2)], devices=2, strategy="ddp", max_steps=1)
     run.fit(module := Still(), data(16))
     first, second = weights_of_all(module)
     assert_equal(first, second)

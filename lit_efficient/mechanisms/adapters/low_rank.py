@@ -4,17 +4,19 @@
     pissa, olora, corda, lora_ga
                    y = W x + s (B A - B0 A0) x,              A and B start as A0 and B0
     eva            y = W x + s B A x,                        A starts with the main directions of the inputs
+    loftq          y = Q x + s B A x,                        B A starts as the main part of W - Q, with Q = rounded(W)
+    lora_fa        y = W x + s B A x,                        A is frozen, dL/dB is multiplied by (A A^T)^-1 / s^2
     dora           y = m (W + s B A) x / ||W + s B A||_row,  m starts as ||W||_row, the norm has no gradient
     qalora         y = W x + s B A P x,                      P sums x over the groups of an int4 weight, A [r, in / g]
     rounded        y = Q(W + s B A) x,                       Q rounds to the grid of an int4 weight, gradient as without
 
 ``A`` [r, in] and ``B`` [out, r] are parameters ``lora_A`` and ``lora_B`` of the layer. ``weight`` keeps its name and
-value: PiSSA and its kin subtract the initial product from the output instead of changing the weight. Every variant
-starts with exactly the output ``W x``. The initial values are in :mod:`lit_efficient.mechanisms.adapters.starts`.
+value: PiSSA and its kin subtract the initial product from the output instead of changing the weight. Every variant but
+LoftQ starts with exactly the output ``W x``. The initial values are in :mod:`lit_efficient.mechanisms.adapters.starts`.
 ``B A P`` is constant over each group of inputs, so QA-LoRA merges into the zero points of the weight, which stays in
 int4. ``rounded`` computes with the sum rounded to int4, so that it merges into the codes without a further error.
 Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732, DoRA
-https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717.
+https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717, LoRA-FA https://arxiv.org/abs/2308.03303.
 """
 
 import contextlib
@@ -32,9 +34,10 @@ from lit_efficient.internals.torch_shards import is_sharded, is_wrapper
 from lit_efficient.mechanisms.adapters import low_rank_product as products
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
-from lit_efficient.mechanisms.adapters.quantized import dequantize, is_conv1d, is_quantized
+from lit_efficient.mechanisms.adapters.quantized import SOURCE, dequantize, is_conv1d, is_quantized
 from lit_efficient.mechanisms.adapters.starts import (
     FROM_DATA,
+    FROM_ROUNDING,
     FROM_WEIGHT,
     SUBTRACTED,
     Factors,
@@ -42,12 +45,15 @@ from lit_efficient.mechanisms.adapters.starts import (
     gradient_factors,
     orthonormal_factors,
     principal_directions,
+    rounding_factors,
     singular_factors,
 )
 from lit_efficient.models.networks.grouped_linear import GroupedLayer
 from lit_efficient.surgery import home_of, in_autocast_dtype, mix_in, name_pattern, unmixed
 
-VARIANTS = ("lora", "rslora", "dora", *FROM_WEIGHT, *FROM_DATA, "qalora", "rounded")
+FIXED_A = "lora_fa"  # the variant that trains B alone
+VARIANTS = ("lora", "rslora", "dora", *FROM_WEIGHT, *FROM_DATA, FROM_ROUNDING, FIXED_A, "qalora", "rounded")
+_PLAIN = ("lora", "rslora", "eva", FROM_ROUNDING, FIXED_A)  # y = W x + s B A x
 OWN = "default"  # name of the adapter that trains, if the layer has several
 _BITS_PER_PARAMETER = 2.0
 _IGNORED_LABEL = -100
@@ -110,7 +116,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
     weight: Tensor
     bias: Tensor | None
     training: bool
-    lora_A: nn.Parameter
+    lora_A: nn.Parameter  # a buffer in LoRA-FA
     lora_B: nn.Parameter
     lora_A0: Tensor  # initial factors of the variants that subtract them
     lora_B0: Tensor
@@ -118,6 +124,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
     lora_squared: Tensor  # DoRA's ||w_i||^2, [out]
     lora_variant: str
     lora_alpha: float
+    lora_rounds: int  # alternations of LoftQ
     lora_scale: float
     lora_dropout: float
     lora_draw: str
@@ -133,6 +140,8 @@ class LowRank(FollowsWeight, ReadsAdapted):
         """Names of the tensors that DoRA, PiSSA and OLoRA initialise from the weight."""
         if self.lora_variant == "dora":
             return ("lora_A", "lora_B", "lora_magnitude", "lora_squared")
+        if self.lora_variant == FROM_ROUNDING:
+            return ("lora_A", "lora_B")
         if self.lora_variant in FROM_WEIGHT:
             return ("lora_A", "lora_B", "lora_A0", "lora_B0")
         return ()
@@ -251,7 +260,7 @@ def _in_bfloat16(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 class _LowRankLinear(LowRank):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return ``W x + s B A x``."""
-        plain = self.lora_variant in ("lora", "rslora", "eva") and self.lora_mix is None and not args and not kwargs
+        plain = self.lora_variant in _PLAIN and self.lora_mix is None and not args and not kwargs
         if not plain or self.lora_inside or getattr(self, "rounds_sum", False) or self.adapter_off:
             return super().forward(x, *args, **kwargs)
         layer: Any = self
@@ -488,9 +497,17 @@ def adapted_matrix(module: Any) -> Tensor:
 
 
 def add_low_rank(
-    module: Any, name: str, *, rank: int, alpha: float, variant: str = "lora", dropout: float = 0.0, seed: int = 0
+    module: Any,
+    name: str,
+    *,
+    rank: int,
+    alpha: float,
+    variant: str = "lora",
+    dropout: float = 0.0,
+    seed: int = 0,
+    rounds: int = 1,
 ) -> None:
-    """Add an adapter to a layer, in place. The layer's output does not change.
+    """Add an adapter to a layer, in place. The layer's output does not change, except with LoftQ.
 
     Args:
         module: A layer for which :func:`kind_of` returns a kind.
@@ -502,6 +519,7 @@ def add_low_rank(
             an int4 layer.
         dropout: Probability of dropout on the adapter's input.
         seed: Seed of the initial values.
+        rounds: Number of alternations of LoftQ.
     """
     kind = kind_of(module)
     assert kind is not None
@@ -525,7 +543,11 @@ def add_low_rank(
         shape_a = (rank, weight.shape[0])
         shape_b = (weight.shape[1], rank)
     device = home_of(weight)
-    module.lora_A = nn.Parameter(torch.empty(shape_a, dtype=dtype, device=device))
+    a = torch.empty(shape_a, dtype=dtype, device=device)
+    if variant == FIXED_A:
+        module.register_buffer("lora_A", a)
+    else:
+        module.lora_A = nn.Parameter(a)
     module.lora_B = nn.Parameter(torch.empty(shape_b, dtype=dtype, device=device))
     if variant in SUBTRACTED:
         module.register_buffer("lora_A0", torch.empty_like(module.lora_A.data))
@@ -539,6 +561,7 @@ def add_low_rank(
         {"qalora": _LowRankGroups, "rounded": _LowRankRounded}.get(variant, _MIXINS[kind]),
         lora_variant=variant,
         lora_alpha=alpha,
+        lora_rounds=rounds,
         lora_scale=scale_of(variant, alpha, rank),
         lora_dropout=dropout,
         lora_draw=f"{seed}/{name}",
@@ -560,6 +583,8 @@ def reset_low_rank(module: Any) -> None:
         b.copy_(torch.randn(b.shape, generator=generator, device="cpu", dtype=torch.float32))
     elif module.lora_variant == "pissa":
         start_from(module, singular_factors(base_matrix(module).to(a.dtype), len(a), module.lora_scale))
+    elif module.lora_variant == FROM_ROUNDING:
+        _start_from_rounding(module)
     elif module.lora_variant == "olora":
         start_from(module, orthonormal_factors(base_matrix(module).to(a.dtype), len(a)))
     else:
@@ -575,6 +600,24 @@ def reset_low_rank(module: Any) -> None:
     if module.lora_variant == "dora":
         refresh_squared(module)
         module.lora_magnitude.copy_(module.lora_squared.sqrt())
+
+
+def _start_from_rounding(module: Any) -> None:
+    source = module.__dict__.pop(SOURCE, None)
+    if source is None:
+        raise ConfigurationError(
+            f"LoRA: variant={FROM_ROUNDING!r} starts when a weight is rounded, but the weight of "
+            f"{module._layer_name()!r} is already rounded, or was loaded later. Load the base's weights first, and let "
+            "QuantizeBase(keep_source=True) round them"
+        )
+
+    def rounded(matrix: Tensor) -> Tensor:
+        weight = matrix.T if is_conv1d(module) else matrix
+        module.load_state_dict({"weight": weight.to(source.dtype)}, strict=False)
+        return dequantize(module).to(matrix.dtype)
+
+    weight = source.to(module.lora_A.device, module.lora_A.dtype)
+    start_from(module, rounding_factors(weight, rounded, len(module.lora_A), module.lora_scale, module.lora_rounds))
 
 
 @torch.no_grad()

@@ -3,10 +3,11 @@
     forward    h = A x;  y <- y + s B h
     backward   dh = s B^T dy;  dB = s dy h^T;  dA = dh x^T;  dx <- dx + A^T dh
 
-A and B are rounded to the dtype of ``x`` by one launch, and ``y`` is changed in place. The last product adds to the
-gradient that the frozen layer returns, which autograd would do in a pass of its own. On a GPU ``dA`` and ``dB`` are
-written in float32. With adapters on all linear layers of a block of 3B, the launches of both passes fall from 144 to
-116 (``python -m benchmarks.block_counts``).
+``x`` is stored for ``dA`` only, so that a frozen A (LoRA-FA) stores ``h`` alone. A and B are rounded to the dtype of
+``x`` by one launch, and ``y`` is changed in place. The last product adds to the gradient that the frozen layer returns,
+which autograd would do in a pass of its own. On a GPU ``dA`` and ``dB`` are written in float32. With adapters on all
+linear layers of a block of 3B, the launches of both passes fall from 144 to 116
+(``python -m benchmarks.block_counts``).
 """
 
 from typing import Any
@@ -82,9 +83,10 @@ def add_outer_product(y: Tensor, inner: Tensor, b: Tensor, narrow: Tensor, scale
 class _Inner(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, narrow: Tensor, owned: bool) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, a, narrow)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, a, narrow)
         ctx.set_materialize_grads(False)
         ctx.owned = owned
+        ctx.shape = x.shape
         return x, F.linear(x, narrow)
 
     @staticmethod
@@ -93,7 +95,7 @@ class _Inner(torch.autograd.Function):
         if dh is None:
             return dx, None, None, None
         if torch.is_grad_enabled():  # a second derivative follows
-            narrow = a.to(x.dtype)
+            narrow = a.to(narrow.dtype)
         rows = _rows(dh)
         da = None
         if ctx.needs_input_grad[1]:
@@ -107,7 +109,7 @@ class _Inner(torch.autograd.Function):
             torch.addmm(total, rows, narrow, out=total)  # counters of FLOPs do not know the in-place form
         else:
             total = torch.addmm(_rows(dx), rows, narrow)
-        return total.view_as(x), da, None, None
+        return total.view(ctx.shape), da, None, None
 
 
 class _Outer(torch.autograd.Function):

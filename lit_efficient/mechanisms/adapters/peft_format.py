@@ -18,7 +18,7 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import Fields
 from lit_efficient.mechanisms.adapters.peft_folder import target_modules
-from lit_efficient.mechanisms.adapters.starts import SUBTRACTED
+from lit_efficient.mechanisms.adapters.starts import FROM_ROUNDING, SUBTRACTED
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS
 from lit_efficient.surgery import memory_of
 
@@ -40,6 +40,11 @@ def to_peft(
         raise ConfigurationError(
             "export: variant rounded computes with the sum rounded to int4, and peft's adapters do not round. Use "
             "format safetensors or merged"
+        )
+    if arguments["variant"] == FROM_ROUNDING and (arguments["start_rounds"] or 1) > 1:
+        raise ConfigurationError(
+            f"export: start_rounds={arguments['start_rounds']} of LoftQ changes the quantised weights, too, and an "
+            "adapter of peft has none. Use format merged"
         )
     prefix = f"{where['root']}." if where["root"] else ""
     own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}

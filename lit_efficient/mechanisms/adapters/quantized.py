@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear, dequantize_groups
+from lit_efficient.mechanisms.adapters.starts import rounding_factors
 from lit_efficient.models.networks.grouped_linear import ExpertLinear, GroupedLayer, Groups, grouped_linear
 from lit_efficient.surgery import mix_in
 
 FORMATS = ("nf4", "fp4", "int8", "int4")
+SOURCE = "quant_source"  # attribute of a quantised layer: its weight before, [out, in], until an adapter starts from it
 _BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
 
 
@@ -220,6 +222,8 @@ def quantization_of(module: nn.Module) -> dict[str, dict[str, Any]]:
                 "group_size": getattr(part, "group_size", 0),
                 "transposed": is_conv1d(part),
             }
+            if getattr(part, "lora_rounds", 1) > 1:
+                found[name]["loftq"] = [len(part.lora_A), part.lora_scale, part.lora_rounds]
     return found
 
 
@@ -231,7 +235,8 @@ def quantize_entry(state: dict[str, Tensor], name: str, how: Mapping[str, Any]) 
     Args:
         state: The state dict.
         name: Dotted name of the layer.
-        how: The layer's settings from :func:`quantization_of`.
+        how: The layer's settings from :func:`quantization_of`. With several rounds of LoftQ the weight is rounded
+            beside the adapter of the last round but one.
     """
     key = f"{name}.weight"
     shape = state[key].shape
@@ -239,9 +244,20 @@ def quantize_entry(state: dict[str, Tensor], name: str, how: Mapping[str, Any]) 
         weight = state[key].T
     else:
         weight = state[key].flatten(0, -2)  # the rows of all experts, if the weight is a stack
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    twin = quantize_linear(layer, how["format"], double_quant=how["double_quant"], group_size=how["group_size"] or 32)
+
+    def rounded(matrix: Tensor) -> Any:
+        layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+        layer.weight = nn.Parameter(matrix.to(weight.dtype), requires_grad=False)
+        return quantize_linear(
+            layer, how["format"], double_quant=how["double_quant"], group_size=how["group_size"] or 32
+        )
+
+    twin = rounded(weight)
+    if "loftq" in how:
+        rank, scale, rounds = how["loftq"]
+        wide = weight.float()
+        a, b = rounding_factors(wide, lambda matrix: dequantize(rounded(matrix)).float(), rank, scale, rounds - 1)
+        twin = rounded(wide - scale * (b @ a))
     if isinstance(twin, Int4Linear):
         state |= {f"{name}.{k}": tensor for k, tensor in twin.state_dict().items()}
     else:

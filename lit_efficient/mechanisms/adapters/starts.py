@@ -5,11 +5,13 @@
     corda     B A = the r largest singular parts of W C, times C^-1,    C = covariance of the inputs
     lora_ga   A = k V[1..r], B = k U[r+1..2r],    k = out^1/4 / sqrt(gamma),    dL/dW = U S V
     eva       A = the r main directions of the inputs around their mean (PCA), B = 0
+    loftq     Q = rounded(W - s B A), and s B A = the r largest singular parts of W - Q, alternately
 
-With all but ``eva`` the layer subtracts the initial ``s B0 A0`` from its output, which therefore starts as ``W x``.
+With all but ``eva`` and ``loftq`` the layer subtracts the initial ``s B0 A0`` from its output, which therefore starts
+as ``W x``. With ``loftq`` it starts as ``Q x + s B A x``.
 Sources: PiSSA https://arxiv.org/abs/2404.02948, OLoRA https://arxiv.org/abs/2406.01775, CorDA
 https://arxiv.org/abs/2406.05223 (the instruction-previewed mode), LoRA-GA https://arxiv.org/abs/2407.05000, EVA
-https://arxiv.org/abs/2410.07170 (without a redistribution of ranks).
+https://arxiv.org/abs/2410.07170 (without a redistribution of ranks), LoftQ https://arxiv.org/abs/2310.08659.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from lit_efficient.errors import ConfigurationError
 
 FROM_WEIGHT = ("pissa", "olora")
+FROM_ROUNDING = "loftq"  # the variant that starts from the error of a quantised weight
 FROM_DATA = ("corda", "lora_ga", "eva")
 SUBTRACTED = (*FROM_WEIGHT, "corda", "lora_ga")  # variants whose initial product is subtracted from the output
 _GAMMA = 16  # the paper's factor of LoRA-GA
@@ -85,6 +88,26 @@ def gradient_factors(gradient: Tensor, rank: int) -> Factors:
     u, _, vh = torch.linalg.svd(gradient, full_matrices=False)
     factor = len(gradient) ** 0.25 / _GAMMA**0.5
     return factor * vh[:rank], factor * u[:, rank : 2 * rank]
+
+
+def rounding_factors(
+    weight: Tensor, rounded: Callable[[Tensor], Tensor], rank: int, scale: float, rounds: int
+) -> Factors:
+    """Return A [r, in] and B [out, r] of LoftQ, with which a rounded weight is closest to the weight.
+
+    Args:
+        weight: The weight before rounding, [out, in].
+        rounded: Function that rounds a matrix. Its last result belongs to the factors: ``weight - s B A``, rounded,
+            with the factors of the round before.
+        rank: ``r``.
+        scale: ``s``.
+        rounds: Number of alternations of rounding and singular values.
+    """
+    product = torch.zeros_like(weight)
+    for _ in range(rounds):
+        a, b = singular_factors(weight - rounded(weight - product), rank, scale)
+        product = scale * (b @ a)
+    return a, b
 
 
 def principal_directions(moments: Tensor, rank: int) -> Tensor:

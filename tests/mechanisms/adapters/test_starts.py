@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, ClassVar
 
 import peft
 import pytest
 import torch
+from peft.optimizers import create_lorafa_optimizer
 from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.loraga import preprocess_loraga
+from peft.utils import loftq_utils
 from peft.utils.incremental_pca import IncrementalPCA
+from safetensors.torch import load_file
 from torch import nn
 
-from lit_efficient import Compile, ConfigurationError, LoRA, merge_adapters, restore
+from lit_efficient import Compile, ConfigurationError, LoRA, QuantizeBase, merge_adapters, restore
 from lit_efficient.application import apply
-from lit_efficient.mechanisms.adapters.low_rank import add_low_rank, start_from_data
+from lit_efficient.mechanisms.adapters.low_rank import adapted_matrix, add_low_rank, start_from_data
+from lit_efficient.mechanisms.adapters.merge import dequantize_layers
+from lit_efficient.mechanisms.adapters.quantized import SOURCE, dequantize, quantize_linear
 from lit_efficient.mechanisms.adapters.starts import FROM_DATA, Statistics
 from tests.processes import run_ranks
 from tests.ranks import adapters as ranks
@@ -164,7 +170,7 @@ def fit(module: Any, callbacks: list[Any], ckpt_path: Any = None, **arguments: A
 def test_a_run_starts_from_its_own_first_batches_and_trains_on_them_afterwards() -> None:
     Watched.batches.clear()
     base = Toy()
-    fit(Watched(), [LoRA(rank=2, variant="eva", start_batches=3, targets=["stem"])], max_steps=1)
+    fit(Watched(), [LoRA(rank=2, variant="eva", start_rounds=3, targets=["stem"])], max_steps=1)
     inputs = [batch[0] for batch in data()]
     assert [x.tolist() for x in Watched.batches] == [x.tolist() for x in [*inputs[:3], inputs[0]]]
     assert (Watched.first["states"], Watched.first["step"]) == (0, 0)
@@ -176,10 +182,10 @@ def test_a_run_starts_from_its_own_first_batches_and_trains_on_them_afterwards()
     assert base.net.stem.weight.shape[1] == directions.shape[1]
 
 
-@pytest.mark.parametrize("variant", ["olora", *FROM_DATA])
+@pytest.mark.parametrize("variant", ["olora", "lora_fa", *FROM_DATA])
 def test_resuming_is_exact_and_exports_and_merges_are_the_sum(variant: str, tmp_path: Path) -> None:
     def technique() -> LoRA:
-        return LoRA(rank=2, variant=variant, start_batches=2)
+        return LoRA(rank=2, variant=variant, start_rounds=2 if variant in FROM_DATA else None)
 
     fit(whole := Toy(), [technique()], max_epochs=2)
     half = fit(Toy(), [technique()])
@@ -209,7 +215,7 @@ def test_two_processes_start_from_the_batches_of_both(variant: str, tmp_path: Pa
 
     run_ranks(ranks.started, tmp_path, variant)
     found = torch.load(tmp_path / "started.pt", weights_only=True)
-    fit(module := Still(), [LoRA(rank=2, variant=variant, start_batches=4)], max_steps=1)
+    fit(module := Still(), [LoRA(rank=2, variant=variant, start_rounds=4)], max_steps=1)
     for name, tensor in weights(module).items():
         if name.endswith("lora_A"):  # signs of singular vectors are arbitrary: compare what A and B span
             b = name.removesuffix("A") + "B"
@@ -234,9 +240,9 @@ def test_padding_does_not_count() -> None:
 
 
 def test_compiled_blocks_keep_no_hook() -> None:
-    fit(module := Watched(), [LoRA(rank=2, variant="lora_ga", start_batches=2), Compile(backend="eager")], max_steps=2)
+    fit(module := Watched(), [LoRA(rank=2, variant="lora_ga", start_rounds=2), Compile(backend="eager")], max_steps=2)
     plain: Any = Watched()
-    fit(plain, [LoRA(rank=2, variant="lora_ga", start_batches=2)], max_steps=2)
+    fit(plain, [LoRA(rank=2, variant="lora_ga", start_rounds=2)], max_steps=2)
     torch.testing.assert_close(weights(module), weights(plain))
     assert not any(part._forward_hooks for part in module.modules())
 
@@ -251,7 +257,7 @@ def test_a_trial_step_that_raises_leaves_no_hook() -> None:
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
     with pytest.raises(RuntimeError, match="broken"):
-        fit(module := Broken(), [LoRA(rank=2, variant="eva", start_batches=2)])
+        fit(module := Broken(), [LoRA(rank=2, variant="eva", start_rounds=2)])
     assert not any(part._forward_hooks for part in module.modules())
 
 
@@ -265,13 +271,14 @@ def test_a_layer_without_data_is_named() -> None:
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
     with pytest.raises(ConfigurationError, match="'unused' had none in 2 batches"):
-        fit(Unused(), [LoRA(rank=2, variant="eva", start_batches=2)])
+        fit(Unused(), [LoRA(rank=2, variant="eva", start_rounds=2)])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"variant": "eva", "start_batches": 0}, "start_batches must be a whole number of at least 1, got 0"),
+        ({"variant": "eva", "start_rounds": 0}, "start_rounds must be a whole number of at least 1 or null, got 0"),
+        ({"variant": "pissa", "start_rounds": 2}, "start_rounds must be null for variant pissa, got 2"),
         ({"variant": "lora_ga", "rank": 9}, "rank must be at most 8 for lora_ga on 'net.stem', got 9"),
         ({"variant": "olora", "rank": 17}, "rank must be at most 16 for olora on 'net.stem', got 17"),
     ],
@@ -290,7 +297,7 @@ def test_a_second_fit_continues_with_trained_adapters(variant: str, tmp_path: Pa
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.0)
 
     def technique() -> LoRA:
-        return LoRA(rank=2, variant=variant, start_batches=2)
+        return LoRA(rank=2, variant=variant, start_rounds=2)
 
     fit(module := Toy(), [used := technique()]).save_checkpoint(tmp_path / "end.ckpt")
     trained = {name: tensor.clone() for name, tensor in weights(module).items()}
@@ -302,3 +309,145 @@ def test_a_second_fit_continues_with_trained_adapters(variant: str, tmp_path: Pa
     assert_equal(weights(module), trained)
     fit(again := Toy(), [used])
     assert_equal(weights(again), trained)
+
+
+def nf4(keep_source: bool = True) -> QuantizeBase:
+    return QuantizeBase("nf4", double_quant=False, keep_source=keep_source)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_loftq_is_pefts_alternation(rounds: int) -> None:
+    """peft leaves the scale out of the product, and is compared at a scale of 1; the sum does not depend on it."""
+    theirs: dict[str, Any] = {}
+    exec(inspect.getsource(loftq_utils).replace('else "cuda"', 'else "cpu"'), theirs)  # it wants an accelerator
+    weight, a, b = theirs["loftq_init"](network()[0].weight, num_bits=4, reduced_rank=RANK, num_iter=rounds)
+    for scale in (1.0, SCALE):
+        module = nn.ModuleDict({"net": network()})
+        technique = LoRA(rank=RANK, alpha=scale * RANK, variant="loftq", start_rounds=rounds)
+        apply(module, [nf4(), technique])
+        layer: Any = module["net"][0]
+        torch.testing.assert_close(dequantize(layer), weight)
+        torch.testing.assert_close(scale * layer.lora_B @ layer.lora_A, b @ a, rtol=1e-4, atol=1e-6)
+        if scale == 1:
+            torch.testing.assert_close(layer.lora_A.data, a, rtol=1e-4, atol=1e-6)
+        assert SOURCE not in layer.__dict__
+    plain = network()[0].weight - dequantize(quantize_linear(network()[0], "nf4", double_quant=False))
+    assert (adapted_matrix(layer) - network()[0].weight).norm() < 0.8 * plain.norm()
+
+
+@pytest.mark.parametrize("rounds", [None, 2])
+def test_loftq_resumes_exactly_and_exports_its_own_base(rounds: int | None, tmp_path: Path) -> None:
+    def techniques() -> list[Any]:
+        return [nf4(), LoRA(rank=2, variant="loftq", start_rounds=rounds)]
+
+    fit(whole := Toy(), techniques(), max_epochs=2)
+    fit(Toy(), techniques()).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(again := Toy(), techniques(), ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
+    assert_equal(weights(whole), weights(again))
+    resumed.save_checkpoint(tmp_path / "end.ckpt")
+    torch.save(Toy().state_dict(), tmp_path / "base.pt")
+    x = next(iter(data()))[0]
+    y = whole.net(x)
+    made = ["--output", str(tmp_path / "made")]
+    base = ["--base", str(tmp_path / "base.pt")]
+    assert export([str(tmp_path / "end.ckpt"), "--format", "safetensors", *made, *base]) == 0
+    merged = Toy()
+    merged.load_state_dict(load_file(tmp_path / "made" / "model.safetensors"))
+    torch.testing.assert_close(merged.net(x), y, rtol=1e-4, atol=1e-5)
+    assert export([str(tmp_path / "end.ckpt"), "--format", "peft", "--output", str(tmp_path / "peft")]) == (
+        0 if rounds is None else 2
+    )
+    if rounds is None:
+        rounded = torch.nn.ModuleDict({"net": Toy().net})
+        apply(rounded, [nf4(keep_source=False)])
+        loaded = peft.PeftModel.from_pretrained(dequantize_layers(rounded)["net"], tmp_path / "peft")
+        torch.testing.assert_close(loaded(x), y, rtol=1e-4, atol=1e-5)
+
+
+def test_loftq_needs_the_weights_before_rounding() -> None:
+    with pytest.raises(ConfigurationError, match=r"Add QuantizeBase\(keep_source=True\)"):
+        apply(Toy(), [nf4(keep_source=False), LoRA(rank=2, variant="loftq")])
+    with pytest.raises(ConfigurationError, match=r"keeps weights for variant='loftq', got 'lora'"):
+        apply(Toy(), [nf4(), LoRA(rank=2)])
+    apply(module := Toy(), [nf4(), LoRA(rank=2, variant="loftq")])
+    other = {name: torch.ones_like(tensor) for name, tensor in Toy().state_dict().items()}
+    with pytest.raises(ConfigurationError, match="was loaded later"):
+        module.load_state_dict(other)
+
+
+class AdamOfHF(torch.optim.Optimizer):
+    """AdamW as peft's optimizer has it: eps is added before the correction of the bias, and decay follows the step."""
+
+    def __init__(self, params: list[torch.Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        lr = self.param_groups[0]["lr"]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            count = state["step"] = state.get("step", 0) + 1
+            mean = state["mean"] = 0.9 * state.get("mean", 0) + 0.1 * p.grad
+            square = state["square"] = 0.999 * state.get("square", 0) + 0.001 * p.grad**2
+            rate = lr * (1 - 0.999**count) ** 0.5 / (1 - 0.9**count)
+            p.sub_(rate * mean / (square.sqrt() + 1e-6))
+            p.sub_(lr * 0.1 * p)
+
+
+def stored(module: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that the backward pass of a module stores, without its weights."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    own |= {b.untyped_storage().data_ptr() for b in module.buffers()}
+    found = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(x).sum().backward()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_lora_fa_stores_the_product_with_a_and_not_the_input(dropout: float) -> None:
+    """Also with dropout, which stores its mask."""
+    positions = 50
+    found = {}
+    for variant in ("lora", "lora_fa"):
+        module = nn.Sequential(nn.Linear(64, 32).requires_grad_(False))
+        add_low_rank(module[0], "0", rank=RANK, alpha=1.0, variant=variant, dropout=dropout)
+        found[variant] = stored(module, torch.randn(positions, 64, requires_grad=True))
+    mask = 4 * positions * 64 if dropout else 0  # on the CPU as floats
+    assert found["lora_fa"] == 4 * positions * RANK + mask
+    assert found["lora"] == found["lora_fa"] + 4 * positions * 64
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_lora_fa_takes_the_steps_of_pefts_optimizer(clipped: bool) -> None:
+    config = peft.LoraConfig(r=RANK, lora_alpha=SCALE * RANK, target_modules=["0", "2"])
+    other = peft.get_peft_model(network(), config)
+    theirs = create_lorafa_optimizer(other, RANK, SCALE * RANK, lr=0.05, weight_decay=0.1)
+    module = nn.ModuleDict({"net": network()})
+    technique = LoRA(rank=RANK, alpha=SCALE * RANK, variant="lora_fa")
+    apply(module, [technique])
+    for at in (0, 2):
+        layer: Any = module["net"][at]
+        layer.lora_A.copy_(other.base_model.model[at].lora_A["default"].weight)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    assert len(trained) == 2
+    ours = AdamOfHF(trained, lr=0.05)
+    technique.rewrite_optimizer(ours, module)
+    technique.rewrite_optimizer(ours, module)  # a second fit with the same optimizer
+    for x in batches():
+        for net, optimizer in ((other, theirs), (module["net"], ours)):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            if clipped:
+                nn.utils.clip_grad_norm_([p for p in net.parameters() if p.grad is not None], 0.1)
+            optimizer.step()
+    for at in (0, 2):
+        peers = other.base_model.model[at].lora_B["default"].weight
+        torch.testing.assert_close(module["net"][at].lora_B.data, peers.data, rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(module["net"][at].lora_A, other.base_model.model[at].lora_A["default"].weight.data)
