@@ -125,6 +125,7 @@ SETTINGS: dict[tuple[str, str], Setting] = {
 
 # What says nothing on these three, and why: that is its row of the table.
 ELSEWHERE = {
+    "AsyncCheckpoint": "changes only who writes a checkpoint, and none is written here",
     "ActivationOffload": "refused on a CPU, to whose memory it offloads; `benchmarks/ladder_gpu.py` has it",
     "BlockSwap": "refused on a CPU, in whose memory blocks wait; `benchmarks/ladder_gpu.py` has it",
     "ContrastiveFlowMatching": "needs a prediction of the flow, and the DiT here predicts x0",

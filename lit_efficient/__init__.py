@@ -113,6 +113,7 @@ PUBLIC: dict[str, str] = {
     "TokenWeightedAccumulation": "callbacks.token_weighted_accumulation",
     "WeightClipping": "callbacks.weight_clipping",
     # other callbacks
+    "AsyncCheckpoint": "callbacks.async_checkpoint",
     "EmptyCache": "callbacks.empty_cache",
     "NonFiniteGuard": "callbacks.non_finite_guard",
     "RunMetrics": "callbacks.run_metrics",

@@ -99,6 +99,7 @@ from lit_efficient.callbacks.tiling import Tiling as Tiling
 from lit_efficient.callbacks.token_routing import TokenRouting as TokenRouting
 from lit_efficient.callbacks.token_weighted_accumulation import TokenWeightedAccumulation as TokenWeightedAccumulation
 from lit_efficient.callbacks.weight_clipping import WeightClipping as WeightClipping
+from lit_efficient.callbacks.async_checkpoint import AsyncCheckpoint as AsyncCheckpoint
 from lit_efficient.callbacks.empty_cache import EmptyCache as EmptyCache
 from lit_efficient.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
 from lit_efficient.callbacks.run_metrics import RunMetrics as RunMetrics

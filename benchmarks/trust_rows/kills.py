@@ -358,6 +358,7 @@ def _fit(saver: dict[str, Any], shm: bool = False, extra: Sequence[Any] = (), **
     )
 
 
+_ASYNC = [{"class_path": "EMA"}, {"class_path": "AsyncCheckpoint"}]
 _EACH = {"every_n_train_steps": 1}
 _BEST = {"monitor": "val/loss", "save_top_k": 2, "save_last": True}
 FITS = {
@@ -366,15 +367,17 @@ FITS = {
     "copy-memory": partial(_fit, {**_EACH, "save_last": True}, shm=True),
     "link-memory": partial(_fit, {**_EACH, "save_last": "link"}, shm=True),
     "best-disk": partial(_fit, _BEST, val_check_interval=2),
+    "async-disk": partial(_fit, {**_EACH, "save_last": True}, extra=_ASYNC),
+    "async-best": partial(_fit, _BEST, extra=_ASYNC, val_check_interval=2),
 }
 
 
 _SHARDS = {"class_path": "ShardedStrategy", "init_args": {"blocks": ["net.0"], "timeout": "00:01:00"}}
 
 
-def _sharded(last: Any = True, shm: bool = False, victim: int | None = None) -> Killed:
+def _sharded(last: Any = True, shm: bool = False, victim: int | None = None, extra: Sequence[Any] = ()) -> Killed:
     """A fit whose checkpoints are folders, of one process or of two, of which the ``victim`` is killed."""
-    fit = _fit({**_EACH, "save_last": last}, shm, strategy=_SHARDS, devices=1 if victim is None else 2)
+    fit = _fit({**_EACH, "save_last": last}, shm, extra, strategy=_SHARDS, devices=1 if victim is None else 2)
     if victim is None:
         return fit
     own = {field.name: getattr(fit, field.name) for field in fields(fit)}
@@ -641,6 +644,8 @@ PIECES = (
             "link-memory": partial(_sharded, "link", True),
             "first-memory": partial(_sharded, shm=True, victim=0),
             "second-memory": partial(_sharded, "link", shm=True, victim=1),
+            "async-disk": partial(_sharded, extra=_ASYNC),
+            "async-first-memory": partial(_sharded, shm=True, victim=0, extra=_ASYNC),
         },
         {"before": 5, "within": 4, "time": 3},
         in_ci=0,

@@ -29,6 +29,7 @@ from torch import distributed
 
 from lit_efficient.distributed.shards import is_deepspeeds
 from lit_efficient.errors import ChecksTypes, refusal
+from lit_efficient.files.background import finish_writing
 from lit_efficient.internals.lightning_loops import accumulates
 from lit_efficient.internals.lightning_trainer import TrainerOnly, log_step, original_handlers, signal_connector
 from lit_efficient.traits import Trait
@@ -149,7 +150,8 @@ class SignalCheckpoint(Callback, ChecksTypes, TrainerOnly):
         if not self._early:
             name = signal.Signals(number).name
             path = self._folder(trainer) / f"interrupted-step={trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path, weights_only=False)  # a collective, which returns when it is written
+            trainer.save_checkpoint(path, weights_only=False)  # a collective
+            finish_writing()
             if stepped:
                 log_step(trainer)  # the resumed run begins with the next step
             _print(trainer, f"Interrupted by {name}: the checkpoint is {path}")

@@ -14,6 +14,7 @@ from lit_efficient.cli.tree import flat
 from lit_efficient.distributed.shards import check_shards
 from lit_efficient.errors import CheckpointError, FinishedError
 from lit_efficient.files.checkpoints import DamagedError, Fields, load_verified
+from lit_efficient.files.remote import downloaded, is_remote
 from lit_efficient.files.runs import LATEST, read_record, through_latest
 from lit_efficient.internals.lightning_cli import CLASS_PATH
 
@@ -26,7 +27,7 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
     """Check and read the checkpoint of ``--ckpt_path``. Its tensors stay on disk.
 
     Args:
-        path: A file, or a folder of shards.
+        path: A file or a folder of shards, local or a URL of fsspec.
         subcommand: The subcommand: ``fit`` needs the optimizer's state.
 
     Returns:
@@ -36,6 +37,9 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
         CheckpointError: If the file does not exist, contains more than data, or is damaged. The message names the last
             good checkpoint.
     """
+    if is_remote(path):
+        with downloaded(path) as local:
+            return read(str(local), subcommand)
     file = through_latest(Path(path))
     if file.is_dir():
         if any((file / name).exists() for name in _SHARDED) and read_record(through_latest(file / LATEST)) is None:

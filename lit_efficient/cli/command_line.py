@@ -49,6 +49,7 @@ from lit_efficient.cli.signals import ends_on_sigterm, ignore_warnings_of_the_en
 from lit_efficient.cli.tree import ConfigText, Table
 from lit_efficient.errors import ConfigurationError, ConflictError, DivergedError
 from lit_efficient.files.checkpoints import Checkpoint, state_of
+from lit_efficient.files.remote import is_remote
 from lit_efficient.files.runs import real
 from lit_efficient.internals.jsonargparse_parser import spelt_for, subcommands
 from lit_efficient.internals.lightning_cli import OpenCLI
@@ -204,7 +205,7 @@ class LitEfficientCLI(OpenCLI):
         tried: list[Path] = []
         if searches:
             tried = candidates(path, root)
-        elif path:
+        elif path and not is_remote(path):
             tried = [real(Path(path))]
         states = {str(file): state_of(file) for file in tried}  # before they are read
         if searches:
@@ -214,7 +215,7 @@ class LitEfficientCLI(OpenCLI):
                 rank_zero_info(f"ckpt_path: {word}: {root} holds no checkpoint to go on from yet; the run begins anew")
         elif path:
             self.checkpoint = checkpoint.read(path, str(self.subcommand))
-            path = str(tried[0])
+            path = str(tried[0]) if tried else path
         self.checked = states.get(path or "")
         if path and os.sep not in path:  # a file may have the name of a word of Lightning's: last, best
             path = os.path.join(os.curdir, path)

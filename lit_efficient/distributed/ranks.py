@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -92,10 +92,10 @@ def _check_equal(counts: Sequence[object], which: str) -> None:
         )
 
 
-def gather_objects(value: T) -> list[T]:
-    """Return the values of all processes, in every process."""
+def gather_objects(value: T, group: Any = None) -> list[T]:
+    """Return the values of all processes, in every process. A thread needs a ``group`` of its own."""
     _, size = place_among_ranks()
     found = [value] * size
     if size > 1:
-        distributed.all_gather_object(found, value)
+        distributed.all_gather_object(found, value, group=group)
     return found

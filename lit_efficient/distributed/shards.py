@@ -7,17 +7,21 @@ Costs: one more read of the folder when it is read, and one when it is written
 """
 
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from lit_efficient.distributed.ranks import gather_objects
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import begin_folder, end_folder
-from lit_efficient.files.checkpoints import DamagedError, check_piece, load_verified, local_file, read
+from lit_efficient.files.background import Jobs, finish_writing
+from lit_efficient.files.checkpoints import DamagedError, check_piece, load_verified, local_file, read, serialised
+from lit_efficient.files.remote import downloaded, is_remote, new_folder, point, upload_files
 from lit_efficient.files.runs import LATEST
 from lit_efficient.files.sums import check_sums, sha256_of, write_sums
 from lit_efficient.files.tensors import zeros_in_file
@@ -48,27 +52,119 @@ def read_metadata(folder: Path) -> Any:
         raise CheckpointError(f"refused to load {folder}/.metadata: {str(error) or type(error).__name__}") from error
 
 
-def write_shards(strategy: "ParallelStrategy", target: Path, write: Callable[[Path], object]) -> None:
+def write_shards(
+    strategy: "ParallelStrategy",
+    target: str | os.PathLike[str],
+    write: Callable[[Path], object],
+    jobs: Jobs | None = None,
+    group: Any = None,
+) -> None:
     """Write a checkpoint folder from all processes. It appears complete, with the hashes of its files, or not at all.
 
     Args:
         strategy: The trainer's strategy.
-        target: The folder; the value of process 0 counts.
+        target: The folder, local or a URL of fsspec; the value of process 0 counts.
         write: Writes this process's part into a temporary folder.
+        jobs: Thread that writes; ``None``: return when the folder is complete.
+        group: Process group for the messages of that thread.
     """
-    own = target
-    if strategy.is_global_zero:
-        own = begin_folder(local_file(target))
-    folder, target = map(Path, strategy.broadcast((str(own), str(target))))
+    finish: Callable[[], None]
+    if is_remote(target):
+        url, folder_url = strategy.broadcast((str(target), new_folder(str(target))))
+        finish = partial(_upload_shards, strategy, write, url, folder_url, group)
+    else:
+        own = Path(target)
+        if strategy.is_global_zero:
+            own = begin_folder(local_file(target))
+        folder, final = map(Path, strategy.broadcast((str(own), str(target))))
+        finish = partial(_fill_folder, strategy, write, folder, final, group)
+    if jobs is None:
+        finish()
+    else:
+        jobs.submit(finish)
+
+
+def _fill_folder(
+    strategy: "ParallelStrategy", write: Callable[[Path], object], folder: Path, target: Path, group: Any
+) -> None:
     write(folder)
-    strategy.barrier()
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    mine = names[strategy.global_rank :: strategy.world_size]
-    sums = gather_objects([(name, sha256_of(folder / name)) for name in mine])
+    gather_objects(None, group)  # wait for the files of all processes
+    mine = _files(folder)[strategy.global_rank :: strategy.world_size]
+    sums = gather_objects([(name, sha256_of(folder / name)) for name in mine], group)
     if strategy.is_global_zero:
         write_sums(folder, dict(entry for one in sums for entry in one))
         end_folder(folder, local_file(target))
-    strategy.barrier()
+    gather_objects(None, group)
+
+
+def _upload_shards(
+    strategy: "ParallelStrategy", write: Callable[[Path], object], url: str, folder_url: str, group: Any
+) -> None:
+    with tempfile.TemporaryDirectory() as place:  # of this process alone: others may run on other machines
+        folder = Path(place)
+        write(folder)
+        sums = gather_objects([(name, sha256_of(folder / name)) for name in _files(folder)], group)
+        if strategy.is_global_zero:
+            write_sums(folder, dict(entry for one in sums for entry in one))
+        upload_files(folder, folder_url)
+    gather_objects(None, group)  # wait for the files of all processes
+    if strategy.is_global_zero:
+        point(url, folder_url)
+    gather_objects(None, group)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def local_copy(strategy: "ParallelStrategy", path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the local path of a checkpoint in all processes. A remote one is copied once to each machine.
+
+    Raises:
+        CheckpointError: In all processes, if a copy fails.
+    """
+    where = os.fspath(strategy.broadcast(path))
+    if not is_remote(where):
+        yield Path(where)
+        return
+    with ExitStack() as copies:
+        own: tuple[int, str, str] = (strategy.node_rank, "", "")
+        if strategy.local_rank == 0:
+            try:
+                own = (strategy.node_rank, str(copies.enter_context(downloaded(where))), "")
+            except CheckpointError as error:
+                own = (strategy.node_rank, "", str(error))
+        found = gather_objects(own)
+        for _, _, problem in found:
+            if problem:
+                raise CheckpointError(problem)
+        yield next(Path(local) for node, local, _ in found if local and node == strategy.node_rank)
+        gather_objects(None)  # the copy is removed when all processes have read it
+
+
+def staged(checkpoint: Checkpoint, group: Any) -> Callable[[Path], None]:
+    """Copy a checkpoint into host memory and return a function that writes the copy's shards into a folder.
+
+    Args:
+        checkpoint: The checkpoint. Its weights and optimizer states are taken out.
+        group: Process group for the messages of the thread that writes.
+    """
+    from torch.distributed.checkpoint import save
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    state = {"state_dict": checkpoint.pop("state_dict")}
+    state |= {f"optimizer_{i}": one for i, one in enumerate(checkpoint.pop("optimizer_states", []))}
+    options = StagingOptions(False, False, False, False)  # neither pinned nor shared memory, and no second thread
+    copied: Any = DefaultStager(options).stage(state)
+    rest = serialised(checkpoint)
+
+    def write(folder: Path) -> None:
+        save(copied, checkpoint_id=folder, process_group=group)
+        if distributed.get_rank() == 0:
+            (folder / "meta.pt").write_bytes(rest.getvalue())
+
+    return write
 
 
 def check_everywhere(strategy: "ParallelStrategy", path: Path, sums_alone: bool = False) -> None:
@@ -82,6 +178,7 @@ def check_everywhere(strategy: "ParallelStrategy", path: Path, sums_alone: bool 
     Raises:
         CheckpointError: In all processes, as in :func:`check_shards`, ``check_sums`` and ``load_verified``.
     """
+    finish_writing()
     problem = ""
     if strategy.is_global_zero:
         try:
@@ -114,6 +211,10 @@ def read_checkpoint(path: str | os.PathLike[str], optimizers: bool = False) -> C
         path: A file, a folder of shards, or a run's folder.
         optimizers: Whether to join the tensors of optimizer states as well.
     """
+    finish_writing()
+    if is_remote(path):
+        with downloaded(os.fspath(path)) as local:
+            return read_checkpoint(local, optimizers)
     place = local_file(path)
     if (place / LATEST).exists():
         last = place / LATEST / "last.ckpt"

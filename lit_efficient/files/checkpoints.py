@@ -14,6 +14,7 @@ import pickle
 import pickletools
 import re
 import shutil
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ from torch import Tensor
 
 from lit_efficient.errors import CheckpointError, ConfigurationError, is_out_of_memory
 from lit_efficient.files.atomic_file import replacing
+from lit_efficient.files.background import finish_writing
+from lit_efficient.files.remote import downloaded, is_remote, upload
 from lit_efficient.files.runs import LATEST, read_record, real, through_latest
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
@@ -39,6 +42,7 @@ _BUILT = r"but got <class '([\w.]+)'>"  # in torch's message about an object tha
 # Names that a safe load always accepts, and the pickle operations that could hold other names.
 _PLAIN = r"collections OrderedDict|torch._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage|_codecs encode"
 _NOT_PLAIN = {"GLOBAL", "LONG4", "POP", "POP_MARK"}
+_PIECE = 2**24  # bytes that are compared or written at a time
 _MOST_PARTS = 2_000_000  # objects in one checkpoint
 
 
@@ -52,6 +56,7 @@ def newest_in(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: If the run has no checkpoint.
     """
+    finish_writing()
     place = local_file(path)
     if (place / LATEST).exists():
         place = real(place / LATEST)
@@ -93,17 +98,23 @@ def write(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
 def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
     """Write an object with ``torch.save``; until it is complete the path keeps its previous content.
 
-    Temporary files of killed processes in the folder are removed.
+    Temporary files of killed processes in the folder are removed. ``obj`` may be the result of :func:`serialised`.
 
     Raises:
         CheckpointError: If the file cannot be written; the message names the file and the free space.
     """
+    if is_remote(path):
+        with tempfile.TemporaryDirectory() as place:
+            local = Path(place, os.fspath(path).rpartition("/")[2])
+            save_atomically(obj, local)
+            upload(local, os.fspath(path))
+        return
     target = local_file(path)
     writer = _Writer()
     try:
         with replacing(target) as file, _checksums():
             writer.file = file
-            torch.save(obj, cast(IO[bytes], writer))
+            _put(obj, writer)
             file.flush()
             _warn_of_classes(Path(file.name), target)
     except (OSError, RuntimeError) as error:
@@ -114,28 +125,55 @@ def save_atomically(obj: object, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(_cannot_write(target, cause, writer.written)) from error
 
 
-def is_written(obj: object, path: str | os.PathLike[str]) -> bool:
+def serialised(obj: object) -> io.BytesIO:
+    """Return the bytes that ``torch.save`` would write for an object, which may then change."""
+    content = io.BytesIO()
+    with _checksums():
+        _put(obj, content)
+    return content
+
+
+def is_written(obj: object, path: str | os.PathLike[str] | io.BytesIO) -> bool:
     """Return whether a file holds exactly the bytes that ``torch.save`` would write for an object."""
     try:
-        with open(path, "rb") as file, _checksums():
+        with _opened(path) as file, _checksums():
             reader = _Comparison(file)
-            torch.save(obj, cast(IO[bytes], reader))
+            _put(obj, reader)
             return reader.same and not file.read(1)
     except (OSError, RuntimeError):  # raised at the first difference
         return False
+
+
+def _opened(path: str | os.PathLike[str] | io.BytesIO) -> IO[bytes]:
+    if isinstance(path, io.BytesIO):
+        return io.BytesIO(path.getvalue())  # shares the bytes
+    return open(path, "rb")
+
+
+def _put(obj: object, file: "_Writer | _Comparison | io.BytesIO") -> None:
+    if not isinstance(obj, io.BytesIO):
+        torch.save(obj, cast(IO[bytes], file))
+        return
+    content = memoryview(obj.getvalue())
+    for begin in range(0, len(content), _PIECE):
+        file.write(content[begin : begin + _PIECE])
 
 
 def load_verified(path: str | os.PathLike[str], verify: bool = True, mapped: bool = False) -> Any:
     """Return what ``torch.save`` wrote, on the CPU, after checking its checksums. Loads only tensors and plain data.
 
     Args:
-        path: A local file. URLs are refused.
+        path: A file, local or of a file system of fsspec, such as s3://.
         verify: Compare each record with its CRC-32. Otherwise a flipped bit in a tensor goes unnoticed.
         mapped: Leave tensors on disk until they are used.
 
     Raises:
         CheckpointError: If the file is missing, damaged or needs other classes; the message names them.
     """
+    finish_writing()
+    if is_remote(path):
+        with downloaded(os.fspath(path)) as local:
+            return load_verified(local, verify, mapped)
     source = local_file(path)
     if source.is_dir():
         raise CheckpointError(f"{source} is a folder, and a file is needed here: it may be a sharded checkpoint")
@@ -239,7 +277,7 @@ class _Writer:
         self.written = 0
         self.error: OSError | None = None
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         try:
             count = self.file.write(data)
         except OSError as error:
@@ -259,7 +297,7 @@ class _Comparison:
         self.file = file
         self.same = True
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         self.same = self.same and self.file.read(len(data)) == data
         if not self.same:
             raise OSError("another content")
@@ -275,9 +313,9 @@ def local_file(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: If the path is a URL, a pipe, a device or a pointer file of git lfs.
     """
-    if "://" in os.fspath(path):
-        raise CheckpointError(f"{os.fspath(path)} is a URL; checkpoints are only written to and read from local files")
-    found = through_latest(Path(path))
+    if is_remote(path):
+        raise CheckpointError(f"{os.fspath(path)} is a URL, and a local file is needed here: download it first")
+    found = through_latest(Path(os.fspath(path).removeprefix("file://")))
     if found.exists() and not (found.is_file() or found.is_dir()):
         raise CheckpointError(f"{found} is a pipe or a device, and no file")
     if found.is_file() and found.stat().st_size < 1024 and found.read_bytes().startswith(b"version https://git-lfs"):

@@ -10,10 +10,13 @@ Costs: one more read of the file when loading, in pieces of 1 MB; an fsync and o
 Source: torch.serialization's zip format, https://docs.pytorch.org/docs/stable/notes/serialization.html.
 """
 
+import io
 import os
 import sys
+import weakref
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +25,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_efficient.distributed.shards import check_shards, read_shards
 from lit_efficient.errors import CheckpointError, ChecksTypes, DivergedError, listed, refusal
+from lit_efficient.files import remote
 from lit_efficient.files.atomic_file import link_again, remove_whole
+from lit_efficient.files.background import Jobs
 from lit_efficient.files.checkpoints import (
     Checkpoint,
     DamagedError,
@@ -32,6 +37,7 @@ from lit_efficient.files.checkpoints import (
     local_file,
     not_finite,
     save_atomically,
+    serialised,
     state_of,
 )
 
@@ -41,8 +47,9 @@ _MAPPED = sys.platform != "win32"  # Windows cannot replace a file that is mappe
 class SafeCheckpointIO(ChecksTypes, CheckpointIO):
     """CheckpointIO that writes atomically, verifies files when loading, and only loads tensors and primitives.
 
-    URLs are not supported. Two checkpoints with the same content, such as the best and the last one of a step, are one
-    file with two names. When a run resumes, tensors stay on disk until they are used, and processes share their pages.
+    A path may be a URL of fsspec, such as ``s3://bucket/run/last.ckpt``: the file is uploaded under a hidden name and
+    then renamed. Two local checkpoints with the same content, such as the best and the last one of a step, are one file
+    with two names. When a run resumes, tensors stay on disk until they are used, and processes share their pages.
 
     Sharding strategies write and read checkpoint folders themselves. Such folders can be loaded for a run on one
     device, and removed.
@@ -69,6 +76,8 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
         self.finite = finite
         self.checked: tuple[int, ...] | None = None  # state (inode, size, time) of a file that has been verified
         self._written: tuple[Path, tuple[int, ...] | None] | None = None  # file that was written last, and its state
+        self.jobs: Jobs | None = None  # thread that writes; None: the caller writes
+        self._waiting: weakref.ref[io.BytesIO] | None = None  # content of the last job, until that is done
         # The standalone pytorch_lightning requires an instance of its own base class.
         if "lightning_fabric" in sys.modules:
             sys.modules["lightning_fabric.plugins"].CheckpointIO.register(type(self))
@@ -81,7 +90,7 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
         Raises:
             CheckpointError: If it cannot be written. The previous file does not change.
             DivergedError: If weights or optimizer states are not finite. The previous file does not change.
-            ConfigurationError: If ``storage_options`` are given, because only the local file system is supported.
+            ConfigurationError: If ``storage_options`` are given. File systems read theirs from the environment.
         """
         if storage_options is not None:
             raise refusal("SafeCheckpointIO", "storage_options", "null", storage_options)
@@ -89,12 +98,36 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
             names = [*not_finite(checkpoint.get("state_dict", {})), *_states_not_finite(checkpoint)]
             if names:
                 raise DivergedError(f"{path} is not written, because it has NaN or infinity in {listed(names)}")
-        target = local_file(path)
+        target = path if remote.is_remote(path) else local_file(path)
+        if self.jobs is None:
+            self._write(checkpoint, target)
+            return
+        content = None if self._waiting is None else self._waiting()
+        if content is None or not is_written(checkpoint, content):
+            self.jobs.wait()
+            content = serialised(checkpoint)
+            self._waiting = weakref.ref(content)
+        self.jobs.submit(partial(self._write, content, target))
+
+    def begin_background(self) -> None:
+        """Write all checkpoints in a thread, from copies, until ``teardown``."""
+        self.jobs = self.jobs or Jobs()
+
+    def teardown(self) -> None:
+        """Wait for the checkpoints that are being written, and raise the error of one that failed."""
+        jobs, self.jobs = self.jobs, None
+        if jobs is not None:
+            jobs.wait()
+
+    def _write(self, checkpoint: Checkpoint | io.BytesIO, target: str | os.PathLike[str]) -> None:
+        if not isinstance(target, Path):
+            save_atomically(checkpoint, target)
+            return
         if not self._linked(checkpoint, target):
             save_atomically(checkpoint, target)
         self._written = target, state_of(target)
 
-    def _linked(self, checkpoint: dict[str, object], target: Path) -> bool:
+    def _linked(self, checkpoint: Checkpoint | io.BytesIO, target: Path) -> bool:
         """Make ``target`` a second name of the file that was written last, if that has the same content."""
         if self._written is None:
             return False
@@ -116,6 +149,9 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
             raise refusal("SafeCheckpointIO", "weights_only", "true or null (otherwise loading could run code)", False)
         if map_location is not None and str(map_location) != "cpu":
             raise refusal("SafeCheckpointIO", "map_location", "cpu or null", map_location)
+        if remote.is_remote(path):
+            with remote.downloaded(os.fspath(path)) as local:
+                return self.load_checkpoint(local)
         folder = local_file(path)
         if folder.is_dir():  # written by a sharding strategy, which does not call this method to read it
             check_shards(folder)
@@ -135,8 +171,15 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
             return load_verified(other, self.verify, mapped=_MAPPED)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file, or a folder atomically."""
-        remove_whole(local_file(path))
+        """Remove a file, or a folder atomically, after the checkpoints that are being written."""
+        if remote.is_remote(path):
+            remove = partial(remote.remove, os.fspath(path))
+        else:
+            remove = partial(remove_whole, local_file(path))
+        if self.jobs is None:
+            remove()
+        else:
+            self.jobs.submit(remove)
 
     def last_good(self, damaged: str | os.PathLike[str]) -> Path | None:
         """Return the newest other ``*.ckpt`` in the same folder that is intact and resumable, or ``None``."""

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -38,6 +38,8 @@ from lit_efficient.distributed.shards import (
     check_everywhere,
     check_surplus,
     checkpoint_keys,
+    local_copy,
+    staged,
     states_in,
     training_only_keys,
     write_shards,
@@ -111,6 +113,7 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
     }
     shards_itself = True  # parameters that are not sharded yet when techniques are applied are no error
     writes_sums = True
+    saves_in_background = True
 
     @property
     def reads_slices(self) -> bool:
@@ -151,6 +154,7 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
         self.reduce_dtype = reduce_dtype
         self.parallel = parallel
         self.reduce_each_batch = reduce_each_batch
+        self._writers: Any = None  # process group of the threads that write checkpoints
         self._mesh: Any = None  # device mesh over which parameters are sharded
 
     # Processes -------------------------------------------------------------------------------------------------------
@@ -408,10 +412,20 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
         for name, p in self._module.named_parameters(remove_duplicate=False):
             if name in checkpoint["state_dict"] and firsts.setdefault(id(p), name) != name:
                 checkpoint[TIED][name] = firsts[id(p)]
-        write_shards(self, Path(filepath), lambda folder: save(checkpoint, folder))
+        jobs = getattr(self.checkpoint_io, "jobs", None)
+        if jobs is None:
+            write_shards(self, filepath, lambda folder: save(checkpoint, folder))
+            return
+        jobs.wait()
+        if self._writers is None:
+            self._writers = distributed.new_group(backend="gloo")
+        write_shards(self, filepath, staged(checkpoint, self._writers), jobs, self._writers)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
+        with local_copy(self, checkpoint_path) as path:
+            return self._load(path)
+
+    def _load(self, path: Path) -> dict[str, Any]:
         module = self._module
         check_everywhere(self, path)
         aside = training_only_keys(path)

@@ -30,6 +30,7 @@ from lit_efficient.errors import (
     check_number,
     refusal,
 )
+from lit_efficient.files.checkpoints import local_file
 from lit_efficient.internals.lightning_sharding import ZeroBase
 
 _PLACES = ("gpu", "cpu", "nvme")
@@ -201,7 +202,7 @@ class ZeroStrategy(ChecksTypes, ZeroBase):
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         save = super().save_checkpoint
-        write_shards(self, Path(filepath), lambda folder: save(checkpoint, folder, storage_options))
+        write_shards(self, local_file(filepath), lambda folder: save(checkpoint, folder, storage_options))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         check_everywhere(self, Path(checkpoint_path), sums_alone=True)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -23,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_efficient import (
+    AsyncCheckpoint,
     BlockSwap,
     ChunkedCrossEntropy,
     Compile,
@@ -62,7 +67,7 @@ from tests.contract.effects import GRAPHS
 from tests.contract.row import Row
 from tests.contract.table import CASES, network_of
 from tests.ranks.toys import Sharded, Small, everyones, whole
-from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, Toy, data, trainer
+from tests.support import WIDTH, AttentionNet, Net, TokenAttentionNet, Toy, assert_equal, data, trainer
 
 STEPS = 4  # an epoch
 
@@ -253,6 +258,37 @@ def worlds() -> None:
     if dist.get_rank() == 0:
         torch.save(losses, "from_one.pt")
     dist.barrier()
+
+
+def saved_later() -> None:
+    """Threads write the bytes that the processes write themselves, although the weights change before they begin."""
+    save = checkpoint.save
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.2)
+        return save(*arguments, **named)
+
+    checkpoint.save = slowly
+    url = f"local://{Path.cwd()}/later"
+    for folder, more in (("now", []), (url, [AsyncCheckpoint()])):
+        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks: Callable[[], list[Any]] = partial(list, [saver, *more])
+        arguments: dict[str, Any] = {"plugins": [SafeCheckpointIO()], "enable_checkpointing": True}
+        fit(callbacks, Net, 1, sharding={}, limit_train_batches=3, **arguments)
+    checkpoint.save = save
+    if dist.get_rank() == 0:
+        for now in sorted(Path("now").rglob("*.ckpt/*")):
+            if now.suffix == ".distcp":
+                (later,) = Path("later").glob(f"{now.parent.name}.*/{now.name}")
+                assert later.read_bytes() == now.read_bytes(), now
+        for step in (1, 2, 3):
+            first, second = (read_checkpoint(f"{name}/step={step}.ckpt", optimizers=True) for name in ("now", url))
+            for key in ("state_dict", "optimizer_states"):
+                assert_equal(first[key], second[key])
+    dist.barrier()
+    _, losses, _ = fit(list, Net, 2, f"{url}/step=2.ckpt", sharding={})
+    _, expected, _ = fit(list, Net, 2, "now/step=2.ckpt", sharding={})
+    assert torch.equal(losses, expected)
 
 
 class Image(nn.Module):

@@ -123,6 +123,11 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monke
     assert [path.name for path in tmp_path.glob(".*")] == []  # no half of a folder is left
 
 
+@pytest.mark.turns(6, family="ranks")
+def test_threads_write_the_shards_that_the_processes_write(tmp_path: Path) -> None:
+    run_ranks(sharded.saved_later, tmp_path)
+
+
 def test_all_processes_place_a_file_s_tensors_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A set's differs between processes, which would get each other's tensors."""
     module, placed = Toy("init"), []
