@@ -71,3 +71,15 @@ def all_commands() -> dict[tuple[str, ...], str]:
     for words in of_script(SCRIPT.read_text("utf-8")):
         found.setdefault(words, SCRIPT.name)
     return found
+
+
+def page(name: str) -> str:
+    """The text of a page of the documentation."""
+    return (ROOT / "docs" / name).read_text("utf-8")
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, without their heads."""
+    lines = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rules = [number for number, line in enumerate(lines) if set("".join(line)) <= set("- |")]
+    return [[cell.strip() for cell in line] for n, line in enumerate(lines) if n not in rules and n + 1 not in rules]

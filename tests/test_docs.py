@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import re
 import tomllib
@@ -17,10 +16,22 @@ from lightning.pytorch import Trainer
 
 import lit_efficient
 from lit_efficient.__main__ import COMMANDS, SUBCOMMANDS, main
-from lit_efficient.catalog import arguments_of, read_cards
+from lit_efficient.catalog import read_cards
 from lit_efficient.cli import LitEfficientCLI
 from lit_efficient.files import configs
-from tests.documents import DOCUMENTS, GIVEN, PAGES, ROOT, SCRIPT, all_commands, built, commands, of_header
+from tests.documents import (
+    DOCUMENTS,
+    GIVEN,
+    PAGES,
+    ROOT,
+    SCRIPT,
+    all_commands,
+    built,
+    commands,
+    of_header,
+    page,
+    rows_of,
+)
 
 BUILD = built()
 SITE = dict(BUILD["assembled"]())
@@ -163,20 +174,20 @@ PARTS = "When to use it, When not, [In Python], In YAML, Measured, Arguments, Ho
 def test_a_technique_has_a_page_made_of_its_card() -> None:
     pages = {name: text for name, text in SITE.items() if name.startswith("techniques/")}
     assert pages.keys() == {f"techniques/{card.name}.md" for card in read_cards() if card.is_technique}
-    for name, page in pages.items():
-        parts = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    for name, shown in pages.items():
+        parts = re.findall(r"^## (.*)$", shown, re.MULTILINE)
         expected = [part for part in PARTS.split(", ") if not part.startswith("[") or part.strip("[]") in parts]
         assert parts == [part.strip("[]") for part in expected], name
-    page = SITE["techniques/LoRA.md"]
-    assert page.startswith("# LoRA\n\nLoRA: train a low-rank change of frozen weights")
-    assert "- For less memory: frozen weights need no gradients" in page
-    assert "- It costs two thin matrix products" in page
-    assert "automodule:: lit_efficient.callbacks.lora" in page
-    assert "- [IA3](IA3.md): each freezes all parameters except its own" in page
-    assert "beside peft's: " in page  # a result of another benchmark
-    assert "| Memory at its peak | 0." in page
-    assert "- class_path: LoRA" in page
-    assert "from lit_efficient import LoRA" in page
+    shown = SITE["techniques/LoRA.md"]
+    assert shown.startswith("# LoRA\n\nLoRA: train a low-rank change of frozen weights")
+    assert "- For less memory: frozen weights need no gradients" in shown
+    assert "- It costs two thin matrix products" in shown
+    assert "automodule:: lit_efficient.callbacks.lora" in shown
+    assert "- [IA3](IA3.md): each freezes all parameters except its own" in shown
+    assert "beside peft's: " in shown  # a result of another benchmark
+    assert "| Memory at its peak | 0." in shown
+    assert "- class_path: LoRA" in shown
+    assert "from lit_efficient import LoRA" in shown
 
 
 def test_every_example_is_on_their_page() -> None:
@@ -200,30 +211,6 @@ def test_each_symptom_names_the_command_that_finds_its_cause() -> None:
     assert [part.partition("\n")[0] for part in parts if not list(commands(part))] == []
 
 
-def test_names_of_others_in_the_tables_of_migration_exist() -> None:
-    from lightning.pytorch import callbacks, cli, plugins
-    from transformers import TrainingArguments
-    from transformers.training_args import OptimizerNames
-
-    tables = {part.partition("\n")[0]: rows_of(part) for part in page("migrating.md").split("\n## ")[1:]}
-    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
-    for name in names(tables["Hugging Face's Trainer"]):
-        assert name in fields, name
-    optimizers = {value for row in tables["Hugging Face's Trainer"] for value in re.findall(r'optim="(\w+)"', row[0])}
-    assert optimizers <= {each.value for each in OptimizerNames}
-    homes = (callbacks, cli, plugins)
-    for name in names(tables["Plain Lightning"]) - {"torch", "load_from_checkpoint"}:
-        assert any(hasattr(home, name) for home in homes) or name == "TorchCheckpointIO", name
-
-
-def test_no_name_without_a_counterpart_is_that_of_a_technique() -> None:
-    rows = [row for part in page("migrating.md").split("\n## ")[1:] for row in rows_of(part)]
-    without = [row[0] for row in rows if row[1].startswith("none")]
-    assert len(without) >= 5
-    ours = {name.lower() for name in lit_efficient.PUBLIC}
-    assert [name for cell in without for name in re.findall(r"`(\w+)`", cell) if name.lower() in ours] == []
-
-
 def test_nothing_is_installed_from_an_index_before_a_release() -> None:
     """There is no such package on an index: a checkout is installed, with its extras."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
@@ -238,17 +225,6 @@ def test_nothing_is_installed_from_an_index_before_a_release() -> None:
             assert set(names.split(",")) <= set(extras), path
             said += 1
     assert said >= 7
-
-
-def test_keys_of_ours_in_the_tables_of_migration_exist() -> None:
-    cards = {card.name: card for card in read_cards()}
-    trainer = set(inspect.signature(Trainer).parameters)
-    known = {"trainer": trainer, "data": arguments(cards["LanguageData"]) | arguments(cards["LatentData"])}
-    known["model"] = arguments(cards["LanguageModeling"]) | arguments(cards["LatentDiffusion"])
-    rows = [row for part in page("migrating.md").split("\n## ")[1:] for row in rows_of(part)]
-    used = re.findall(r"`(trainer|data|model)\.(\w+)", " ".join(row[1] for row in rows))
-    assert len(used) > 50
-    assert [pair for pair in used if pair[1] not in known[pair[0]]] == []
 
 
 def test_the_sizes_that_fit_are_what_the_bytes_give() -> None:
@@ -272,23 +248,3 @@ def test_assistants_are_given_a_short_list_of_commands() -> None:
     text = (ROOT / "AGENTS.md").read_text("utf-8")
     assert len(text.splitlines()) < 60
     assert {("techniques", "--json"), ("configs", "--json")} <= set(commands(text))
-
-
-def page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text("utf-8")
-
-
-def rows_of(text: str) -> list[list[str]]:
-    """The cells of the tables in a text, without their heads."""
-    lines = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    rules = [number for number, line in enumerate(lines) if set("".join(line)) <= set("- |")]
-    return [[cell.strip() for cell in line] for n, line in enumerate(lines) if n not in rules and n + 1 not in rules]
-
-
-def names(rows: list[list[str]]) -> set[str]:
-    """The names that the first cells begin code with."""
-    return {name for row in rows for name in re.findall(r"`(\w+)", row[0])}
-
-
-def arguments(card: Any) -> set[str]:
-    return {one["name"] for one in arguments_of(card)}
