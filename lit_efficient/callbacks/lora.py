@@ -57,7 +57,7 @@ from lit_efficient.mechanisms.adapters.low_rank import (
 )
 from lit_efficient.mechanisms.adapters.peft_folder import adapter_in, placement, read_adapter, start_adapters
 from lit_efficient.mechanisms.adapters.quantized import SOURCE, elements, is_bitsandbytes, quantization_of
-from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, mix_adapters, rest_beside
+from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, load_beside, mix_adapters, rest_beside
 from lit_efficient.mechanisms.adapters.starts import FROM_DATA, FROM_ROUNDING, FROM_WEIGHT, Statistics
 from lit_efficient.mechanisms.adapters.targets import (
     ALL_LINEAR,
@@ -316,11 +316,10 @@ class LoRA(AdapterTechnique):
             start_adapters(module, start, trained, self.start_from)
         for name, folder in (self.beside or {}).items():
             fields = self._fields_beside[name]
-            tensors = None  # those of the checkpoint that is being resumed
             if isinstance(folder, str):
-                scale = scale_of(fields["variant"], fields["alpha"], fields["rank"])
-                fields["targets"], tensors = adapter_in(folder, module, fields["rank"], scale)
-            rest_beside(module, name, fields, tensors)
+                load_beside(module, name, folder, fields)
+            else:
+                rest_beside(module, name, fields, None)  # the values are those of the checkpoint that is resumed
         left = frozen_new_rows(module, trained)
         if left and self.trainable_token_indices is None:
             raise ConfigurationError(

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lit_efficient.commands.prompts import BASE, adapter_of
+from lit_efficient.mechanisms.adapters.several import adapter_names
 from lit_efficient.models.generation.batched import longest_row
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.tasks.text_generation import as_chat, length_of, room_for
@@ -25,16 +27,24 @@ class Conversation:
         max_new_tokens: Limit of an answer. None: 512 tokens, or half of the model's longest row if that is less.
         endings: Texts that end an answer.
         seed: Seed of the first answer; each later answer uses the next number.
+        adapters: Adapter that answers, in a list; empty for the active ones.
     """
 
     def __init__(
-        self, model: Any, sampling: Sampling, max_new_tokens: int | None, endings: Sequence[str], seed: int
+        self,
+        model: Any,
+        sampling: Sampling,
+        max_new_tokens: int | None,
+        endings: Sequence[str],
+        seed: int,
+        adapters: Sequence[str | None] = (),
     ) -> None:
         self.model = model
         self.tokenizer = model.tokenizer
         self.sampling = sampling
         self.endings = endings
         self.seed = seed
+        self.adapters = adapters
         # Without prompts this only checks the arguments.
         model.continuations(self.tokenizer, [], max_new_tokens=1, sampling=sampling, seeds=[], endings=endings)
         if max_new_tokens is None:
@@ -49,13 +59,17 @@ class Conversation:
     def hold(self) -> int:
         """Answer each typed line until the input ends; return the program's exit code."""
         _say("/reset clears the conversation, /quit or Ctrl-D ends; Ctrl-C stops an answer, a second Ctrl-C ends.")
+        if len(known := adapter_names(self.model.network)) > 1:
+            _say(f"/adapter NAME switches to another adapter: {', '.join((*known, BASE))}.")
         while True:
             try:
                 line = _read().strip()
                 self.interrupted = False
                 if line == "/quit":
                     return 0
-                if line == "/reset":
+                if line.startswith("/adapter"):
+                    self._switch(line.removeprefix("/adapter").strip())
+                elif line == "/reset":
                     self.turns = []
                     _say("(conversation cleared)")
                 elif line and self._fits(line):
@@ -67,6 +81,15 @@ class Conversation:
                     return _ENDED
                 self.interrupted = True
                 _say("\n(press Ctrl-C again to end)")
+
+    def _switch(self, name: str) -> None:
+        """Let another adapter answer from now on."""
+        known = adapter_names(self.model.network)
+        if name not in (*known, BASE):
+            _say(f"(/adapter needs one of {', '.join((*known, BASE))})")
+            return
+        self.adapters = [adapter_of(name)]
+        _say(f"(adapter {name})")
 
     def _fits(self, line: str) -> bool:
         """Add the user's turn and drop the oldest turns if the prompt is too long; return whether the turn fits."""
@@ -105,6 +128,7 @@ class Conversation:
                 special=False,
                 endings=self.endings,
                 watch=watch,
+                adapters=self.adapters,
             )
         except KeyboardInterrupt:
             self.interrupted = True

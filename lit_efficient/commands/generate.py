@@ -3,7 +3,14 @@
 import argparse
 from collections.abc import Sequence
 
-from lit_efficient.commands.prompts import add_model_options, check_ckpt, forgiving_streams, load_model, prompts_of
+from lit_efficient.commands.prompts import (
+    adapters_of,
+    add_model_options,
+    check_ckpt,
+    forgiving_streams,
+    load_model,
+    prompts_of,
+)
 from lit_efficient.errors import refusal
 
 
@@ -33,6 +40,14 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--max_new_tokens", type=int, help="default: 128; in a conversation 512, at most half of the model's context"
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME[=FOLDER]",
+        help="adapter that writes, of a model with several: once, or for each prompt; default is the trained one, base "
+        "the model without adapters; FOLDER: load a further adapter",
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument(
@@ -72,7 +87,8 @@ def run(argv: Sequence[str]) -> int:
         from lit_efficient.commands.chat import Conversation
 
         how = Sampling(**sampling)
-        return Conversation(model, how, arguments.max_new_tokens, arguments.stop, arguments.seed).hold()
+        adapters = adapters_of(arguments.adapter, model, 1)
+        return Conversation(model, how, arguments.max_new_tokens, arguments.stop, arguments.seed, adapters).hold()
     texts = model.generate_text(
         given,
         max_new_tokens=128 if arguments.max_new_tokens is None else arguments.max_new_tokens,
@@ -81,6 +97,7 @@ def run(argv: Sequence[str]) -> int:
         batch_size=arguments.batch_size,
         stop=arguments.stop,
         images=[arguments.image] * len(given) if arguments.image else (),
+        adapters=adapters_of(arguments.adapter, model, len(given)),
         **sampling,
     )
     for text in texts:

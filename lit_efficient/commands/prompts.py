@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_efficient.errors import ConfigurationError
+from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.files.runs import newest_runs
 
 Turns = list[dict[str, str]]
+BASE = "base"  # name of the choice of no adapter
 
 
 def prompts_of(given: Sequence[str], owner: str, texts_alone: str = "") -> list[str | Turns]:
@@ -132,6 +133,33 @@ def load_model(
     model, held = load(path, arguments.weights)
     print(f"{path}: {held} weights", file=sys.stderr)
     return model.to(arguments.device or default_device()), {"checkpoint": path, "weights": held}
+
+
+def adapter_of(name: str) -> str | None:
+    """Return the adapter that a user names; None for the base alone."""
+    return None if name == BASE else name
+
+
+def adapters_of(given: Sequence[str], model: Any, prompts: int) -> list[str | None]:
+    """Return the adapter of each prompt; one given adapter is for all. ``NAME=FOLDER`` is loaded into the model.
+
+    Raises:
+        ConfigurationError: If the number of adapters is another one, or an adapter does not fit.
+    """
+    from lit_efficient.mechanisms.adapters.several import adapter_names, load_beside
+
+    names = []
+    for one in given:
+        name, _, folder = one.partition("=")
+        if folder:
+            load_beside(model, name, folder)
+        if name not in (*adapter_names(model), BASE):
+            known = ", ".join((*adapter_names(model), BASE))
+            raise refusal("generate", "--adapter", f"one of {known}, or NAME=FOLDER", name)
+        names.append(adapter_of(name))
+    if len(names) not in (0, 1, prompts):
+        raise refusal("generate", "--adapter", f"given once, or for each of {prompts} prompts", list(given))
+    return names * prompts if len(names) == 1 else names
 
 
 def forgiving_streams() -> None:

@@ -393,6 +393,7 @@ class LanguageModeling(ChecksTypes, LightningModule):
         repetition_penalty: float = 1.0,
         stop: Sequence[str] = (),
         images: Sequence[Sequence[Image]] = (),
+        adapters: str | Sequence[str | None] = (),
     ) -> list[str]:
         """Return prompts with their continuations, without reading or changing the global random state.
 
@@ -411,6 +412,8 @@ class LanguageModeling(ChecksTypes, LightningModule):
             stop: Texts that end a continuation. It is cut before them.
             images: For each prompt its images, as paths or encoded bytes, or an empty list. They come before its text,
                 or at the places of ``<image>`` in it. Needs ``chat``. Each prompt with images is a batch.
+            adapters: Adapter that continues the prompts, if ``LoRA`` has several (``beside``): a name, or for each
+                prompt a name, or None for the base alone.
         """
         self._check_generates()
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -433,6 +436,7 @@ class LanguageModeling(ChecksTypes, LightningModule):
             batch_size=batch_size,
             endings=stop,
             pictured=pictured,
+            adapters=[adapters] * len(texts) if isinstance(adapters, str) else adapters,
         )
         return [text + new for text, (new, _) in zip(texts, found)]
 

@@ -13,6 +13,7 @@ from lit_efficient.data.text.message_images import Image, UnplacedImage, as_part
 from lit_efficient.data.text.template_limits import limited
 from lit_efficient.data.text.token_cache import END_OF_TEXT
 from lit_efficient.errors import ConfigurationError, check_number, refusal
+from lit_efficient.mechanisms.adapters.several import one_adapter
 from lit_efficient.models.generation.batched import generate, longest_row
 from lit_efficient.models.generation.sampling import Sampling
 
@@ -34,6 +35,7 @@ def continuations(
     endings: Sequence[str] = (),
     watch: Callable[[int, str], None] | None = None,
     pictured: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
+    adapters: Sequence[str | None] = (),
 ) -> list[tuple[str, bool]]:
     """Generate a continuation of each prompt, without reading or changing the global random state.
 
@@ -51,6 +53,8 @@ def continuations(
         endings: Texts that end a continuation. It is cut before them.
         watch: Called after each token with the index of the prompt and the whole continuation so far.
         pictured: Inputs of the prompts with images, as of `pictured_chat`, by the index of the prompt.
+        adapters: For each prompt the adapter that writes, or None for the base alone. Prompts of one adapter are
+            written together. If it is empty, the active adapters write.
 
     Returns:
         Each continuation, and whether it was ended by the model or an ending instead of the limit.
@@ -63,6 +67,31 @@ def continuations(
     check_number("generate_text", "batch_size", batch_size, least=1, whole=True)
     if isinstance(endings, str) or not all(isinstance(ending, str) and ending for ending in endings):
         raise refusal("generate_text", "stop", "a list of non-empty texts", endings)
+    if adapters:
+        if len(adapters) != len(prompts):
+            raise refusal("generate_text", "adapters", f"a name or null for each of {len(prompts)} prompts", adapters)
+        of_prompts: list[tuple[str, bool]] = [("", False)] * len(prompts)
+        for name in dict.fromkeys(adapters):
+            own = [i for i, one in enumerate(adapters) if one == name]
+            with one_adapter(network, name):
+                found = continuations(
+                    network,
+                    tokenizer,
+                    [prompts[i] for i in own],
+                    max_new_tokens=max_new_tokens,
+                    sampling=sampling,
+                    seeds=[seeds[i] for i in own],
+                    stop=stop,
+                    device=device,
+                    special=special,
+                    batch_size=batch_size,
+                    endings=endings,
+                    watch=_numbered(watch, own),
+                    pictured={place: pictured[i] for place, i in enumerate(own) if i in pictured},
+                )
+            for i, one in zip(own, found):
+                of_prompts[i] = one
+        return of_prompts
     room = room_for(network, max_new_tokens)
     stop = stop | stop_ids(network, tokenizer)
     rows = []
@@ -102,6 +131,13 @@ def continuations(
         text, ended = ending.text(i, sample.tokens[:-1] if by_model else sample.tokens)
         found.append((text, by_model or ended))
     return found
+
+
+def _numbered(watch: Callable[[int, str], None] | None, own: Sequence[int]) -> Callable[[int, str], None] | None:
+    """Return ``watch`` for some of the prompts, of which ``own`` has the indexes."""
+    if watch is None:
+        return None
+    return lambda place, text: watch(own[place], text)
 
 
 def room_for(network: nn.Module, max_new_tokens: int) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from lit_efficient import CausalLMConfig, LanguageModeling
+from lit_efficient import CausalLMConfig, LanguageModeling, LoRA
+from lit_efficient.application import apply
 from lit_efficient.commands.chat import Conversation
 from lit_efficient.data.text.chat_tokenizer import pack_tokenizer
 from lit_efficient.errors import ConfigurationError
@@ -64,11 +65,11 @@ def _held(
     return conversation, out
 
 
-def _answer(model: Any, turns: list[str], seed: int, most: int = 12) -> str:
+def _answer(model: Any, turns: list[str], seed: int, most: int = 12, **more: Any) -> str:
     said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
     ways: dict[str, Any] = {"max_new_tokens": most, "sampling": HOW, "stop": set(), "device": torch.device("cpu")}
     chat = [as_chat(model.tokenizer, said)]
-    return continuations(model.network, model.tokenizer, chat, seeds=[seed], special=False, **ways)[0][0]
+    return continuations(model.network, model.tokenizer, chat, seeds=[seed], special=False, **ways, **more)[0][0]
 
 
 def test_each_answer_knows_what_was_said_until_it_is_reset(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +78,21 @@ def test_each_answer_knows_what_was_said_until_it_is_reset(model: Any, monkeypat
     second = _answer(model, ["the cat", first, "a dog"], 6)
     assert out.getvalue() == f"{first}\n{second}\n{_answer(model, ['a dog'], 7)}\n"
     assert len([piece for piece in out.pieces if piece.strip()]) > 15  # shown while it is written
+
+
+def test_another_adapter_answers_from_now_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = _model()
+    apply(model, [LoRA(rank=2)])
+    for name, p in model.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    _, out = _held(model, "the cat\n/reset\n/adapter base\nthe cat\n/adapter nobody\n", monkeypatch)
+    answers = [_answer(model, ["the cat"], 5), _answer(model, ["the cat"], 6, adapters=[None])]
+    assert out.getvalue() == "".join(f"{answer}\n" for answer in answers)
+    assert answers[1] != _answer(model, ["the cat"], 6)
+    assert "(/adapter needs one of default, base)" in capsys.readouterr().err
 
 
 def test_what_begins_an_ending_is_not_shown(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from transformers import LlamaForCausalLM
 
 from lit_efficient import EMA, CausalLMConfig, CorpusFiles, LanguageModeling, LoRA, PythonCorpus
 from lit_efficient.__main__ import main
+from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.files.runs import new_folder, point_latest, write_record
 from lit_efficient.tasks.loading import load_language_model
 from tests.models.libraries.test_causal_lm import SMALL
@@ -66,6 +68,45 @@ def test_it_writes_what_the_module_wrote(
     arguments = ["--ckpt", str(run["folder"] / f"{file}.ckpt"), "--prompt", "def f", "--max_new_tokens", "12"]
     assert main(["generate", *arguments, "--seed", "2", "--weights", weights, "--device", "cpu"]) == 0
     assert capsys.readouterr().out == run[kind] + "\n"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # by peft
+def test_each_prompt_has_its_adapter_as_in_a_mixed_batch_of_peft(
+    run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    folder = run["folder"]
+
+    def base() -> Any:
+        return LlamaForCausalLM.from_pretrained(folder / "base")
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(base(), config).save_pretrained(tmp_path / "code")
+    export_checkpoint(folder / "full.ckpt", tmp_path / "own", "peft", weights="raw", check=False)
+    theirs = peft.PeftModel.from_pretrained(base(), tmp_path / "own", adapter_name="own").eval()
+    theirs.load_adapter(tmp_path / "code", "code")
+    ours, _ = load_language_model(str(folder / "full.ckpt"), "raw")
+    ids = torch.tensor([ours.tokenizer.encode("def f").ids] * 3)
+    names = ["own", "code", "__base__"]
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    wanted = theirs.generate(input_ids=ids, attention_mask=torch.ones_like(ids), adapter_names=names, **options)
+    wanted = [ours.tokenizer.decode(row[ids.shape[1] :].tolist()) for row in wanted]
+    assert len({*wanted}) == 3
+    chosen = ["--adapter", "default", "--adapter", f"code={tmp_path / 'code'}", "--adapter", "base"]
+    words = ["generate", "--ckpt", str(folder / "full.ckpt"), "--weights", "raw", "--device", "cpu"]
+    words += ["--temperature", "0", "--max_new_tokens", "8", *["--prompt", "def f"] * 3]
+    capsys.readouterr()
+    assert main([*words, *chosen]) == 0
+    assert capsys.readouterr().out == "".join(f"def f{text}\n" for text in wanted)
+    assert main([*words, "--adapter", "base"]) == 0
+    assert capsys.readouterr().out == f"def f{wanted[2]}\n" * 3
+    for wrong, message in (
+        (["--adapter", "code"], "--adapter must be one of default, base, or NAME=FOLDER, got 'code'"),
+        (["--adapter", "base", "--adapter", "default"], "--adapter must be given once, or for each of 3 prompts"),
+        (["--adapter", f"default={tmp_path / 'code'}"], "must be another one than default, got 'default'"),
+    ):
+        assert main([*words, *wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_checkpoints_hold_the_adapter_alone_and_the_global_generator_stays(run: dict[str, Any]) -> None:

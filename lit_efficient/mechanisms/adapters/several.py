@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.adapters.low_rank import OWN, LowRank, scale_of, settings_of
+from lit_efficient.mechanisms.adapters.peft_folder import adapter_in, read_adapter
 from lit_efficient.surgery import match_modules
 
 FIELDS = ("rank", "alpha", "variant", "targets", "patterns")  # settings of a frozen adapter
@@ -81,6 +82,32 @@ def rest_beside(module: nn.Module, name: str, fields: Mapping[str, Any], tensors
         part.lora_others = {**part.lora_others, name: scale_of(fields["variant"], alpha, rank)}
 
 
+def load_beside(module: nn.Module, name: str, folder: str, fields: Mapping[str, Any] | None = None) -> None:
+    """Add the adapter of a folder, frozen, to a module that ``LoRA`` has adapted.
+
+    Args:
+        module: The module.
+        name: Name of the adapter.
+        folder: Folder or file, as in ``LoRA(start_from=...)``.
+        fields: Settings that :func:`check_fields` returned, if the folder has been read for them.
+
+    Raises:
+        ConfigurationError: If the name is taken, or the adapter does not fit the module.
+    """
+    if name in adapter_names(module):
+        raise refusal("LoRA", "the name of an adapter", f"another one than {', '.join(adapter_names(module))}", name)
+    own = dict(check_fields(name, read_adapter(folder)[0]) if fields is None else fields)
+    scale = scale_of(own["variant"], own["alpha"], own["rank"])
+    own["targets"], tensors = adapter_in(folder, module, own["rank"], scale)
+    rest_beside(module, name, own, tensors)
+
+
+def adapter_names(module: nn.Module) -> list[str]:
+    """Return the names of the adapters of a module: ``default``, if it has any, and those beside it."""
+    parts = [part for part in module.modules() if isinstance(part, LowRank)]
+    return list(dict.fromkeys(name for part in parts for name in (OWN, *part.lora_others)))
+
+
 def _given(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     # A name in the file lacks the prefix that the model has inside the LightningModule.
     return next(tensor for key, tensor in tensors.items() if name == key or name.endswith(f".{key}"))
@@ -101,10 +128,17 @@ def mix_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, float])
         weights = dict(active)
     else:
         weights = dict.fromkeys(active, 1.0)
-    if weights == {OWN: 1.0}:
+    if [*weights] == [OWN] and not isinstance(weights[OWN], Tensor) and weights[OWN] == 1:
         _set(module, None)
     else:
         _set(module, weights)
+
+
+@contextmanager
+def one_adapter(module: nn.Module, name: str | None) -> Iterator[None]:
+    """Context in which one adapter is active; None for the base alone. Arguments and errors as :func:`mix_adapters`."""
+    with _mixed(module, [] if name is None else [name]):
+        yield
 
 
 @contextmanager
@@ -122,9 +156,15 @@ def adapters_by_row(module: nn.Module, names: Sequence[str | None]) -> Iterator[
     device = next(module.parameters()).device
     chosen = sorted({name for name in names if name is not None})
     rows = {name: torch.tensor([float(one == name) for one in names], device=device) for name in chosen}
+    with _mixed(module, rows):
+        yield
+
+
+@contextmanager
+def _mixed(module: nn.Module, active: Sequence[str] | Mapping[str, Any]) -> Iterator[None]:
     before = [(part, part.lora_mix) for part in module.modules() if isinstance(part, LowRank)]
     try:
-        _set(module, rows)
+        mix_adapters(module, active)
         yield
     finally:
         for part, mix in before:
@@ -133,7 +173,7 @@ def adapters_by_row(module: nn.Module, names: Sequence[str | None]) -> Iterator[
 
 def _set(module: nn.Module, weights: Mapping[str, float | Tensor] | None) -> None:
     parts = [part for part in module.modules() if isinstance(part, LowRank)]
-    known = [OWN, *dict.fromkeys(name for part in parts for name in part.lora_others)]
+    known = adapter_names(module)
     if not parts:
         raise ConfigurationError(f"LoRA: {type(module).__name__} has no adapters to choose from. Apply LoRA first")
     if weights is None:
