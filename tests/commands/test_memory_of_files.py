@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
@@ -51,6 +52,7 @@ def peaks_at(most: int, work: Callable[[], Any]) -> Any:
     return found.pop()
 
 
+@pytest.mark.turns(3, family="slow")
 def test_no_second_model_is_ever_in_memory(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for part in (_write, _turn):

@@ -178,6 +178,7 @@ def shares_of_fade(begin: float, end: float) -> list[float]:
     return [0.75 * (1 - middle), 0.5 * middle, 0.25 * (1 - middle) + 0.5 * middle]
 
 
+@pytest.mark.turns(3, family="slow")
 @pytest.mark.parametrize("epochs", [1.0, 2.0, 0.5])
 def test_a_schedule_moves_the_shares_in_an_epoch_and_from_epoch_to_epoch(tmp_path: Path, epochs: float) -> None:
     data = mixture(tmp_path, FADE, mixture={"epochs": epochs}, pack=False)

@@ -61,6 +61,7 @@ def planned(shape: str, *callbacks: Any, **options: Any) -> Any:
     return plan(LiveFit(run, LanguageModeling(SHAPES[shape], warmup_steps=0), rows))
 
 
+@pytest.mark.turns(3, family="slow")
 def test_a_folder_that_is_named_is_planned_as_what_is_in_it(tmp_path, monkeypatch):
     build(SHAPES["llama"]).bfloat16().save_pretrained(tmp_path)
     for dtype in ("float32", "bfloat16", "auto"):

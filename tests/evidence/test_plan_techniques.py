@@ -17,7 +17,7 @@ STREAMED = {"ActivationOffload": 0.03, "BlockSwap": 0.07}
 
 
 @pytest.mark.filterwarnings("ignore")  # of techniques, on a toy
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if not has_trait(getattr(lit_efficient, name), Trait.TRIES_STEPS)]
 )

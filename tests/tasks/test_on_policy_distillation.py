@@ -114,6 +114,7 @@ def test_the_prompt_of_a_document_ends_before_its_last_answer() -> None:
     assert prompts_of({"input_ids": ids, "labels": ids}) == [[0], [10]]
 
 
+@pytest.mark.turns(3, family="slow")
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_share_of_batches_has_the_answers_of_a_slow_loop(home: Path, tmp_path: Path, pack: bool) -> None:
     seen = Seen()

@@ -83,6 +83,7 @@ class Seen(Callback):
             trainer.save_checkpoint(self.path)  # type: ignore[arg-type]
 
 
+@pytest.mark.turns(3, family="slow")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reward_rises_under_every_loss(kind: Any, tmp_path: Path) -> None:
     seen = Seen()

@@ -48,7 +48,7 @@ class InOrder(LabelledTextData):
         return self.val_dataloader()
 
 
-@pytest.mark.turns(8, always=("bert-class", "llama-class", "modernbert-tags", "gpt2-number", "qwen3-classes"))
+@pytest.mark.turns(12, always=("bert-class", "modernbert-tags"))
 @pytest.mark.parametrize("labels", ["class", "classes", "number", "tags"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_equals_the_trainer_of_transformers(family: str, labels: Any, tmp_path: Path) -> None:

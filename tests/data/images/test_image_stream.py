@@ -244,6 +244,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(tmp_
     assert torch.equal(resumed.weight, whole.weight)
 
 
+@pytest.mark.turns(3, family="slow")
 def test_latents_of_a_stream_are_encoded_live_with_validation_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "val").mkdir()

@@ -57,6 +57,7 @@ def test_merging_in_place_equals_counting_everything_anew() -> None:
     assert len(expected) == 20 - len(spelling)
 
 
+@pytest.mark.turns(3, family="slow")
 def test_it_takes_fewer_tokens_at_the_same_vocabulary_and_loses_no_text(texts: list[str]) -> None:
     train, held_out = texts[:-4], texts[-4:]
     plain, wide = train_tokenizer(train, 800), train_superbpe(train, 800)
