@@ -28,12 +28,21 @@ PARTS = {
     "mechanisms": "Mechanisms",
 }
 _MENU = {
-    "Start": ["index.md", "Overview <overview.md>", "goals.md", "techniques.md", "matrix.md", "symptoms.md"],
+    "Start": [
+        "index.md",
+        "Overview <overview.md>",
+        "installing.md",
+        "goals.md",
+        "techniques.md",
+        "matrix.md",
+        "symptoms.md",
+    ],
     "Tutorials": ["tutorial_memory.md", "tutorial_language_model.md", "tutorial_photos.md"],
     "Guides": [
         "llm.md",
         "reinforcement_learning.md",
         "families.md",
+        "data.md",
         "diffusion.md",
         "fine_tuning_diffusion.md",
         "examples.md",

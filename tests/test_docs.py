@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import tomllib
 from itertools import pairwise
@@ -18,6 +19,12 @@ import lit_efficient
 from lit_efficient.__main__ import COMMANDS, SUBCOMMANDS, main
 from lit_efficient.catalog import read_cards
 from lit_efficient.cli import LitEfficientCLI
+from lit_efficient.data.prompt_data import read_prompts
+from lit_efficient.data.text.chat_formats import KEYS, MalformedRow
+from lit_efficient.data.text.pair_formats import PAIR_KEYS
+from lit_efficient.data.text.plain_texts import TEXT_KEYS, LabelIds, TextReader
+from lit_efficient.data.text.reading import JudgedReader, PairReader, Reader
+from lit_efficient.data.text.rows import open_sources
 from lit_efficient.files import configs
 from tests.documents import (
     DOCUMENTS,
@@ -225,6 +232,9 @@ def test_nothing_is_installed_from_an_index_before_a_release() -> None:
             assert set(names.split(",")) <= set(extras), path
             said += 1
     assert said >= 7
+    listed = [name for row in rows_of(page("installing.md")) for name in re.findall(r"`(\w+)`", row[0])]
+    assert listed == list(dict.fromkeys(listed))
+    assert {*listed} == {*extras}
 
 
 def test_the_sizes_that_fit_are_what_the_bytes_give() -> None:
@@ -248,3 +258,42 @@ def test_assistants_are_given_a_short_list_of_commands() -> None:
     text = (ROOT / "AGENTS.md").read_text("utf-8")
     assert len(text.splitlines()) < 60
     assert {("techniques", "--json"), ("configs", "--json")} <= set(commands(text))
+
+
+# Data module (empty: that of the row above), format and row.
+ROWS = re.findall(
+    r"^\| (?:`(\w+)`)? ?\| (?:`[\w/]+`)? ?\| (?:`(\w+)`)? ?\| `(\{.*?\})`",
+    (ROOT / "docs" / "data.md").read_text("utf-8"),
+    re.MULTILINE,
+)
+
+
+def test_the_rows_on_the_page_of_data_formats_have_these_formats(tmp_path: Path) -> None:
+    readers: dict[str, Any] = {
+        "LanguageData": Reader,
+        "PreferenceData": PairReader,
+        "UnpairedPreferenceData": JudgedReader,
+        "LabelledTextData": lambda sources: TextReader(sources, kind, LabelIds()),
+        "EmbeddingData": lambda sources: TextReader(sources, kind, LabelIds()),
+    }
+    data = ""
+    read: set[str] = set()
+    for name, kind, row in ROWS:
+        data = name or data
+        file = tmp_path / f"{len(read)}.jsonl"
+        file.write_text(row, encoding="utf-8")
+        if data == "PromptData":
+            assert read_prompts(str(file)) == [json.loads(row)]
+            continue
+        reader = readers[data](open_sources(str(file)))
+        assert f"format {kind}, by the keys" in reader.formats[0]
+        ((_, found),) = reader
+        assert not isinstance(found, MalformedRow), (row, found)
+        read.add(f"{data} {kind}")
+    assert read == {
+        *(f"LanguageData {kind}" for kind in KEYS),
+        *(f"PreferenceData {kind}" for kind in PAIR_KEYS),
+        *(f"LabelledTextData {kind}" for kind in TEXT_KEYS if kind != "embedding"),
+        "UnpairedPreferenceData completion",
+        "EmbeddingData embedding",
+    }

@@ -229,8 +229,8 @@ def write() -> None:
         {
             "id": TABLE,
             "text": "In {steps} steps of {seconds:.0f} CPU-seconds the mean reward of four steps rises from "
-            "{first:.2f} to {last:.2f}. That of {prompts} held-out prompts rises from {before} to {after} (gain "
-            "{gain}, 95% intervals), and the share of answers with all words in one sentence from "
+            "{first:.2f} to {last:.2f}. The mean reward of {prompts} held-out prompts rises from {before} to "
+            "{after} (gain {gain}, 95% intervals), and the share of answers with all words in one sentence from "
             "{solved_before:.0%} to {solved_after:.0%}",
             "command": "python -m benchmarks.pretrained.smollm2_words",
             "unit": "reward of 1.5, shares, CPU-seconds",

@@ -714,7 +714,7 @@ def _set(tree: Table, parts: Sequence[str], text: str, option: str, depth: int, 
 
 
 def _typed(text: str, option: str, depth: int, slot: str) -> object:
-    """Return the value of an option, whose key is the given one of :data:`SLOTS` or none.
+    """Return the value of an option. ``slot`` is its key if the key is in :data:`SLOTS`, or else empty.
 
     An argument of a class gets the text: its type decides. A field below an argument, a mapping, a list and a class
     are read as YAML.

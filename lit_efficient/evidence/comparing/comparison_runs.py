@@ -286,7 +286,8 @@ class Comparing:
         if row.run.failed:
             word = "refused" if row.run.refused else "failed"
             return f"{word}: {row.run.failed[:160]}"
-        text = f"{row.run.step_time * 1000:.3g} ms a step"
+        seconds = row.run.step_time
+        text = f"{seconds * 1000:.3g} ms a step" if seconds < 1 else f"{seconds:.1f} s a step"
         ratio = time_ratio(self.rows.of(row.key), self.rows.of(self.keys[BASELINE]))
         if name != BASELINE and ratio.n:
             text += f", {ratio.value:.2f} of the baseline's"

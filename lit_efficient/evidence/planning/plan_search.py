@@ -174,7 +174,8 @@ def largest(
         assert not isinstance(made, Refusal)
         best = made
     if high is None and untried is not None:
-        return Found(value, change, best, untried * step, reason="not tried, because its plan would take long")
+        reason = "not tried, because its plan would take long; values below it may fit"
+        return Found(value, change, best, untried * step, reason=reason)
     if high is None:
         return Found(value, change, best)
     above = known[high]

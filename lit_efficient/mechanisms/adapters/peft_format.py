@@ -157,7 +157,8 @@ def _config(where: Fields, arguments: Fields, saved: list[str], ranks: Mapping[s
         found = _patterns(own, usual, doubled)
         if found and parameters:
             raise ConfigurationError(
-                f"export: peft has no {key} for parameters, as which it adapts {parameters[0]!r}. Use format merged"
+                f"export: peft adapts {parameters[0]!r} as a parameter, and its config has no {key} for parameters. "
+                "Use format merged"
             )
         if found:
             config[key] = found

@@ -1,4 +1,4 @@
-"""vLLM in this process, asked in the same way as a server of it: :mod:`lit_efficient.models.libraries.vllm_server`.
+"""Engine that runs vLLM in this process, with the interface of :mod:`lit_efficient.models.libraries.vllm_server`.
 
 Costs: a second copy of the base on the GPU, and the keys and values of all samples
 Source: https://docs.vllm.ai/en/latest/features/lora.html
