@@ -379,6 +379,7 @@ SETTINGS: dict[str, How] = {
     "MixtureOfDepths": How(_named("MixtureOfDepths", capacity=0.5), on=("Llama", "GPT"), turns=2),
     "MixtureOfExperts": How(_named("MixtureOfExperts", experts=4), on=("Llama", "GPT"), turns=2),
     "MuonAdamW": How(optimizer=_stepped("MuonAdamW")),
+    "MultiTokenPrediction": How(_named("MultiTokenPrediction"), on=TEXTS),
     "NEFTune": How(_named("NEFTune"), on=TEXTS),
     "NoBiasBeforeNorm": How(_named("NoBiasBeforeNorm"), on=("ResNet with biases",)),
     "OffloadOptimizer": How(_named("OffloadOptimizer", piece_mb=1), cuda_only=SAME_MEMORY),

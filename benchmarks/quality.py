@@ -302,6 +302,7 @@ ARMS = [
     *_everywhere("python"),
     Arm("python", "SequenceLengthRamp", lambda: [le.SequenceLengthRamp(32, 128, 0.3)]),
     Arm("python", "MixtureOfDepths", lambda: [le.MixtureOfDepths(0.5)]),
+    Arm("python", "MultiTokenPrediction", lambda: [le.MultiTokenPrediction()]),
     Arm("python", "NEFTune", lambda: [le.NEFTune()]),
     Arm("python", "LabelSmoothing", lambda: [le.LabelSmoothing(0.1)]),
     Arm("autoencoder", BASELINE, rates=(_FLOW_RATE,)),

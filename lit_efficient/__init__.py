@@ -78,6 +78,7 @@ PUBLIC: dict[str, str] = {
     "Initialise": "callbacks.initialise",
     "LabelSmoothing": "callbacks.label_smoothing",
     "LossCurriculum": "callbacks.loss_curriculum",
+    "MultiTokenPrediction": "callbacks.multi_token_prediction",
     "NEFTune": "callbacks.neftune",
     "NoBiasBeforeNorm": "callbacks.no_bias_before_norm",
     "WidthTransfer": "callbacks.width_transfer",

@@ -65,6 +65,7 @@ from lit_efficient.callbacks.lora import LoRA as LoRA
 from lit_efficient.callbacks.initialise import Initialise as Initialise
 from lit_efficient.callbacks.label_smoothing import LabelSmoothing as LabelSmoothing
 from lit_efficient.callbacks.loss_curriculum import LossCurriculum as LossCurriculum
+from lit_efficient.callbacks.multi_token_prediction import MultiTokenPrediction as MultiTokenPrediction
 from lit_efficient.callbacks.neftune import NEFTune as NEFTune
 from lit_efficient.callbacks.no_bias_before_norm import NoBiasBeforeNorm as NoBiasBeforeNorm
 from lit_efficient.callbacks.width_transfer import WidthTransfer as WidthTransfer

@@ -159,6 +159,7 @@ CASES: dict[str, Case] = {
     "MixtureOfExperts": Case(lambda: [le.MixtureOfExperts(experts=4)], precision=MIXED),
     "MixtureOfDepths": Case(lambda: [le.MixtureOfDepths()], precision=MIXED),
     "TokenRouting": Case(lambda: [le.TokenRouting()], "dit", "latents", precision=MIXED),
+    "MultiTokenPrediction": Case(lambda: [le.MultiTokenPrediction()], precision=MIXED),
     "NEFTune": Case(lambda: [le.NEFTune()], precision=MIXED),
     "LabelSmoothing": Case(lambda: [le.LabelSmoothing()], precision=MIXED),
     "PromptTuning": Case(lambda: [le.PromptTuning(num_virtual_tokens=4, init="random")], precision=MIXED),

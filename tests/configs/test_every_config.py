@@ -25,7 +25,15 @@ CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.par
 TASK = ["--model", "lit_efficient.Autoencoding", "--data", "lit_efficient.DigitImages"]  # below an overlay
 # What a fit of it refuses of these: a network with layers that it lacks, or a GPU.
 REFUSED = {"apollo", "galore", "ia3", "lora", "prefix_tuning", "prompt_tuning", "qalora", "qlora", "replace_head"}
-REFUSED |= {"snr_weighting", "tiled_mlp", "activation_offload", "block_swap", "float8_precision", "offload_optimizer"}
+REFUSED |= {
+    "multi_token_prediction",
+    "snr_weighting",
+    "tiled_mlp",
+    "activation_offload",
+    "block_swap",
+    "float8_precision",
+    "offload_optimizer",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -327,6 +327,10 @@ def aligns_hidden_tokens(run: Run) -> None:
     _trains_heads(run, "hidden_alignment_heads", "train/hidden_alignment")
 
 
+def predicts_second_tokens(run: Run) -> None:
+    _trains_heads(run, "multi_token_prediction_heads", "train/multi_token_prediction")
+
+
 def aligns_latents(run: Run) -> None:
     _trains_heads(run, "latent_alignment_heads", "train/latent_alignment")
 

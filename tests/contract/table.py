@@ -95,6 +95,7 @@ def _teacher_of_tokens() -> nn.Module:
 _TOKENS = (
     "MixtureOfDepths",
     "MixtureOfExperts",
+    "MultiTokenPrediction",
     "NEFTune",
     "PrefixTuning",
     "TiledMLP",
