@@ -63,6 +63,7 @@ usage: python -m lit_efficient COMMAND ...
   sample      draw images with a diffusion model:    --ckpt FILE --output FILE.png [--classes 0,3 | --prompts TEXT ...]
   tokenizer   train a tokenizer on text:    --kind superbpe | bpe --vocab_size 4096 --output DIR [--paths FOLDER ...]
   write-data  write training data by a teacher model:    --ckpt FILE | --model NAME --prompts FILE --output FILE.jsonl
+  select-data  keep the best rows, by loss or gradient:  --method rho | less --ckpt FILE --output DIR -c X.yaml
   export      export weights for other programs:    CKPT --format peft | merged | gguf | ... --output DIR
   completion  print a script for the shell that completes commands, options and names:    bash | zsh | fish
   schema      print a JSON schema of configs, with which editors complete keys and mark typos:

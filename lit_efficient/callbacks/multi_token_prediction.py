@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.losses.deferred_logits import output_head, takes_labels, width_of
 from lit_efficient.losses.next_token import sample_means, targets_of, token_losses
@@ -43,6 +44,7 @@ class MultiTokenPrediction(Alignment):
         ConflictError: With manual optimization.
     """
 
+    phase = Phase.FREEZE
     heads_name = "multi_token_prediction_heads"
     traits = frozenset({Trait.TRAINING_ONLY})
     reasons: ClassVar[dict[Trait, str]] = {

@@ -21,6 +21,7 @@ COMMANDS = (
     "sample",
     "tokenizer",
     "write-data",
+    "select-data",
     "completion",
     "schema",
     "new-technique",
