@@ -11,8 +11,9 @@ from tests.ranks import adapters
 
 
 @pytest.mark.turns(6, family="ranks")
-def test_ranks_agree_and_shards_compute_what_ddp_computes(tmp_path: Path) -> None:
-    run_ranks(adapters.as_under_ddp, tmp_path, "dora")
+@pytest.mark.parametrize("variant", ["dora", "lora_fa"])
+def test_ranks_agree_and_shards_compute_what_ddp_computes(variant: str, tmp_path: Path) -> None:
+    run_ranks(adapters.as_under_ddp, tmp_path, variant)
 
 
 @pytest.mark.turns(6, family="ranks")
