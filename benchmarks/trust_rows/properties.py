@@ -362,6 +362,7 @@ def _merges() -> tuple[Callable[..., None], dict[str, Any]]:
     from hypothesis import strategies as st
 
     from lit_efficient import merge_adapters
+    from lit_efficient.mechanisms.adapters.activated import ACTIVATED
     from lit_efficient.mechanisms.adapters.low_rank import ON_INT4, VARIANTS, add_low_rank
     from lit_efficient.mechanisms.adapters.quantized import SOURCE, dequantize, quantize_linear
     from lit_efficient.mechanisms.adapters.starts import FROM_ROUNDING, SUBTRACTED
@@ -400,8 +401,8 @@ def _merges() -> tuple[Callable[..., None], dict[str, Any]]:
             worst = ((base - weight).abs() - most).max()
             assert worst <= 0, f"{form} rounds by {worst:.2e} more than half a step"
         zeros = quantised.weight_zero.clone() if form == "int4" else None
-        if variant == FROM_ROUNDING and form == "float":
-            variant = "lora"
+        if variant == ACTIVATED or (variant == FROM_ROUNDING and form == "float"):
+            variant = "lora"  # it does not merge, or has nothing to start from
         elif variant == FROM_ROUNDING:
             quantised.__dict__[SOURCE] = weight
         add_low_rank(quantised, "layer", rank=rank, alpha=rank * scale, variant=variant, seed=seed)

@@ -38,6 +38,7 @@ from lit_efficient.errors import (
 )
 from lit_efficient.internals.lightning_strategies import readers, traits_of
 from lit_efficient.internals.torch_optimizers import HOOKS, foreach_add_, foreach_copy_, foreach_mul_
+from lit_efficient.mechanisms.adapters.activated import ACTIVATED, Invocation
 from lit_efficient.mechanisms.adapters.base import freeze_base, is_added
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts, add_experts
 from lit_efficient.mechanisms.adapters.int4 import Int4Linear
@@ -67,7 +68,7 @@ from lit_efficient.mechanisms.adapters.targets import (
     other_targets,
 )
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
-from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows
+from lit_efficient.mechanisms.adapters.trained_rows import NEW, add_trained_rows, frozen_new_rows, transformers_in
 from lit_efficient.surgery import (
     call_layers,
     count,
@@ -102,7 +103,8 @@ class LoRA(AdapterTechnique):
             ``olora`` from its QR decomposition. ``loftq`` starts from the error of a quantised weight, and requires
             ``QuantizeBase(keep_source=True)``; with several ``start_rounds`` the quantised weight is another one, too.
             ``lora_fa`` trains B alone, with gradients that come closest to those of the weight; linear layers then
-            store r values for the backward pass instead of their input. Three variants start from ``start_rounds``
+            store r values for the backward pass instead of their input. ``alora`` acts on the tokens from the last
+            ``invocation_tokens`` of a row on, for models of transformers. Three variants start from ``start_rounds``
             batches of the training data, whose statistics need host memory: ``eva`` from the main directions of a
             layer's inputs, ``corda`` from the directions in which the weight changes these inputs most (4 in^2 bytes
             for each layer), and ``lora_ga`` from the gradient of the weight (4 in out bytes).
@@ -113,6 +115,9 @@ class LoRA(AdapterTechnique):
             ``{q_proj: {rank: 16, alpha: 32}, layers.0.mlp.up_proj: {rank: 4}}``. The first pattern that matches a layer
             counts, and what it leaves out is ``rank`` or ``alpha``. They correspond to peft's ``rank_pattern`` and
             ``alpha_pattern``. Stacked experts always have ``rank`` and ``alpha``.
+        invocation_tokens: Ids of the tokens that activate the variant ``alora``, such as those that begin an answer in
+            the chat template; peft's ``alora_invocation_tokens``. A row without them is left to the base. The variant
+            cannot be merged, and needs rows of one text (``pack: false``).
         lr_ratio: Learning rate of B divided by the rate of A (LoRA+), above 0; the paper uses 16. ``None`` trains
             both at the same rate.
         rates: Learning rates of parts of the module as multiples of the optimizer's rate, by regular expressions for
@@ -171,6 +176,7 @@ class LoRA(AdapterTechnique):
         beside: dict[str, str | dict[str, str | int | float | list[str]]] | None = None,
         start_rounds: int | None = None,
         patterns: dict[str, dict[str, int | float]] | None = None,
+        invocation_tokens: list[int] | None = None,
     ) -> None:
         super().__init__()
         check_number("LoRA", "rank", rank, least=1, whole=True)
@@ -183,6 +189,9 @@ class LoRA(AdapterTechnique):
             raise refusal("LoRA", "start_rounds", f"null for variant {variant}", start_rounds)
         for pattern, rate in (rates or {}).items():
             check_number("LoRA", f"rates[{pattern!r}]", rate, above=0)
+        if (variant == ACTIVATED) != bool(invocation_tokens):
+            allowed = f"a list of ids for variant {ACTIVATED}, and null for others"
+            raise refusal("LoRA", "invocation_tokens", allowed, invocation_tokens)
         for pattern, own in (patterns or {}).items():
             name_pattern(pattern, "LoRA: patterns")
             if not isinstance(own, Mapping) or not own or not own.keys() <= {"rank", "alpha"}:
@@ -214,6 +223,7 @@ class LoRA(AdapterTechnique):
         self.beside = beside
         self.start_rounds = start_rounds
         self.patterns = patterns
+        self.invocation_tokens = invocation_tokens
         self._batches = start_rounds or 16  # from which the variants of FROM_DATA start
         self._started = False  # the initial values have been computed from data
         if variant == FROM_ROUNDING:
@@ -296,6 +306,8 @@ class LoRA(AdapterTechnique):
                 seed=self.seed,
                 rounds=(self.start_rounds or 1) if self.variant == FROM_ROUNDING else 1,
             )
+        if self.invocation_tokens:
+            self._activate(module, [layer for _, layer in targets])
         for name, part, keys in experts:
             scale = scale_of(self.variant, self.alpha, self.rank)
             add_experts(part, name, keys, rank=self.rank, scale=scale, seed=self.seed)
@@ -335,6 +347,11 @@ class LoRA(AdapterTechnique):
 
     def check(self, trainer: Any, module: nn.Module) -> None:
         traits = traits_of(trainer.strategy)
+        if self.variant == ACTIVATED and getattr(getattr(trainer, "datamodule", None), "pack", False):
+            raise ConflictError(
+                f"LoRA: variant={ACTIVATED!r} acts from the last invocation of a row on, and packed rows have several "
+                "texts. Set pack: false for the data"
+            )
         if self.variant in (*FROM_DATA, FROM_ROUNDING) and not traits.replicates and trainer.world_size > 1:
             raise ConflictError(
                 f"LoRA: variant={self.variant!r} computes initial values from whole weights and gradients, which "
@@ -534,6 +551,10 @@ class LoRA(AdapterTechnique):
                     f"LoRA: QuantizeBase(keep_source=True) keeps weights for variant={FROM_ROUNDING!r}, got "
                     f"{self.variant!r}. Leave out keep_source"
                 )
+            if self.variant == ACTIVATED and kind_of(layer) not in ("linear", "conv1d"):
+                raise ConfigurationError(
+                    f"LoRA: variant={ACTIVATED!r} is for linear layers, and {name!r} is none. Leave it out of targets"
+                )
             if kind_of(layer) == "embedding" and self.variant not in ("lora", "rslora"):
                 raise ConfigurationError(
                     f"LoRA: variant={self.variant!r} is for matrix products, but {name!r} is an embedding. Use "
@@ -558,6 +579,20 @@ class LoRA(AdapterTechnique):
                 limit //= 2
             if self.variant in (*FROM_WEIGHT, *FROM_DATA, FROM_ROUNDING) and settings[name][0] > limit:
                 raise refusal("LoRA", "rank", f"at most {limit} for {self.variant} on {name!r}", settings[name][0])
+
+    def _activate(self, module: nn.Module, layers: Iterable[Any]) -> None:
+        """Let the layers act from the invocation on, which the network around them finds."""
+        models: list[Any] = transformers_in(module)
+        inside = {id(part) for network in models[:1] for part in network.modules()}
+        invocation = Invocation(self.invocation_tokens or ())
+        for layer in layers:
+            if id(layer) not in inside:
+                raise ConfigurationError(
+                    f"LoRA: variant={ACTIVATED!r} searches its invocation in the input_ids of a model of transformers, "
+                    f"and {layer._layer_name()!r} is not in one"
+                )
+            layer.lora_invocation = invocation
+        invocation.follow(models[0].base_model)  # tasks may compute the loss from its output, without the head
 
     def _settings(self, name: str) -> tuple[int, float]:
         """Return the rank and the alpha of a layer."""

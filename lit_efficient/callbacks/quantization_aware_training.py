@@ -171,6 +171,7 @@ class QuantizationAwareTraining(CheckpointHooks, Technique):
         "LoRA(variant='eva')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='loftq')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='lora_fa')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
+        "LoRA(variant='alora')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='qalora')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
         "LoRA(variant='rounded')": "only plain adapters are rounded: use lora or rslora, or QuantizeBase",
     }

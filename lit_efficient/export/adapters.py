@@ -45,6 +45,7 @@ from lit_efficient.files.checkpoints import Checkpoint, Fields
 from lit_efficient.files.sums import write_sums
 from lit_efficient.files.tensors import save_tensors
 from lit_efficient.internals.hugging_face import bars_on_terminals, generation_json, stopping_at
+from lit_efficient.mechanisms.adapters.activated import ACTIVATED
 from lit_efficient.mechanisms.adapters.added_rows import without_added_rows
 from lit_efficient.mechanisms.adapters.diffusers_lora import (
     KOHYA_FILE,
@@ -582,6 +583,8 @@ def merge_state(
         CheckpointError: If the weight of an adapted layer is missing.
     """
     where, arguments = _adapters(checkpoint)
+    if arguments.get("variant") == ACTIVATED:
+        raise ConfigurationError(f"export: variant {ACTIVATED} acts on a part of the tokens: use format peft")
     state = {**(base or {}), **checkpoint["state_dict"]}
     kinds: dict[str, str] = {}
     alphas: dict[str, float] = {}

@@ -216,10 +216,18 @@ def test_merging_gives_a_plain_module_that_can_be_adapted_again() -> None:
         ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
         ({"alpha": 0}, "alpha must be above 0, got 0"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
-        ({"variant": "lokr"}, "variant must be one of lora, .*, eva, loftq, lora_fa, qalora, rounded, got 'lokr'"),
+        (
+            {"variant": "lokr"},
+            "variant must be one of lora, .*, lora_fa, alora, qalora, rounded, got 'lokr'",
+        ),
         ({"lr_ratio": -1.0}, "lr_ratio must be above 0 or null, got -1.0"),
         ({"patterns": {"stem": {"r": 2}}}, r"patterns\['stem'\] must be a mapping with rank, alpha or both, got"),
         ({"patterns": {"stem": {"rank": 0}}}, r"patterns\['stem'\].rank must be a whole number of at least 1 or null"),
+        (
+            {"variant": "alora"},
+            "invocation_tokens must be a list of ids for variant alora, and null for others, got No",
+        ),
+        ({"invocation_tokens": [1]}, "invocation_tokens must be a list of ids for variant alora, and null for others"),
         ({"bias": "some"}, "bias must be one of none, lora_only, all, got 'some'"),
     ],
 )

@@ -7,6 +7,7 @@
     loftq          y = Q x + s B A x,                        B A starts as the main part of W - Q, with Q = rounded(W)
     lora_fa        y = W x + s B A x,                        A is frozen, dL/dB is multiplied by (A A^T)^-1 / s^2
     dora           y = m (W + s B A) x / ||W + s B A||_row,  m starts as ||W||_row, the norm has no gradient
+    alora          y = W x + s B A x from the last invocation of a row on, else W x (see activated.py)
     qalora         y = W x + s B A P x,                      P sums x over the groups of an int4 weight, A [r, in / g]
     rounded        y = Q(W + s B A) x,                       Q rounds to the grid of an int4 weight, gradient as without
 
@@ -32,6 +33,7 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.torch_modules import FollowsWeight, padded
 from lit_efficient.internals.torch_shards import is_sharded, is_wrapper
 from lit_efficient.mechanisms.adapters import low_rank_product as products
+from lit_efficient.mechanisms.adapters.activated import ACTIVATED, Invocation
 from lit_efficient.mechanisms.adapters.experts import ReadsAdapted, seed_of
 from lit_efficient.mechanisms.adapters.int4 import codes_on_grid, dequantize_groups
 from lit_efficient.mechanisms.adapters.quantized import SOURCE, dequantize, is_conv1d, is_quantized
@@ -52,7 +54,7 @@ from lit_efficient.models.networks.grouped_linear import GroupedLayer
 from lit_efficient.surgery import home_of, in_autocast_dtype, mix_in, name_pattern, unmixed
 
 FIXED_A = "lora_fa"  # the variant that trains B alone
-VARIANTS = ("lora", "rslora", "dora", *FROM_WEIGHT, *FROM_DATA, FROM_ROUNDING, FIXED_A, "qalora", "rounded")
+VARIANTS = ("lora", "rslora", "dora", *FROM_WEIGHT, *FROM_DATA, FROM_ROUNDING, FIXED_A, ACTIVATED, "qalora", "rounded")
 _PLAIN = ("lora", "rslora", "eva", FROM_ROUNDING, FIXED_A)  # y = W x + s B A x
 OWN = "default"  # name of the adapter that trains, if the layer has several
 _BITS_PER_PARAMETER = 2.0
@@ -125,6 +127,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
     lora_variant: str
     lora_alpha: float
     lora_rounds: int  # alternations of LoftQ
+    lora_invocation: Invocation  # the positions on which aLoRA acts
     lora_scale: float
     lora_dropout: float
     lora_draw: str
@@ -165,6 +168,10 @@ class LowRank(FollowsWeight, ReadsAdapted):
             h = F.dropout(x, self.lora_dropout, self.training)
         if self.lora_mix is not None:
             return self._plus_mixed(y, x, h)
+        if self.lora_variant == ACTIVATED:
+            delta = self.lora_scale * self._low_rank(h, self.lora_A, self.lora_B)
+            mask = self.lora_invocation.of(y, self._layer_name())
+            return y + torch.where(mask, delta, 0).to(y.dtype)
         if self.lora_variant != "dora" and self.lora_variant not in SUBTRACTED:
             return self._plus(y, h, *_in_bfloat16(h, self.lora_A, self.lora_B))
         delta = self._low_rank(h, self.lora_A, self.lora_B)
@@ -481,6 +488,11 @@ def adapted_matrix(module: Any) -> Tensor:
         ConfigurationError: If the adapters are chosen for each row of the batch.
     """
     tensors = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+    if module.lora_variant == ACTIVATED:
+        raise ConfigurationError(
+            f"LoRA: variant={ACTIVATED!r} acts on a part of the tokens and cannot be merged into weights. Use format "
+            "peft"
+        )
     if module.lora_mix is None:
         added = {key: tensor for key, tensor in tensors.items() if key.startswith("lora_")}
         return merged_matrix(base_matrix(module), added, module.lora_scale)

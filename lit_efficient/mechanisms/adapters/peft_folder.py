@@ -20,6 +20,7 @@ from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors
 from lit_efficient.internals.hugging_face import generation_json
 from lit_efficient.internals.torch_modules import BatchNorm
+from lit_efficient.mechanisms.adapters.activated import ACTIVATED
 from lit_efficient.mechanisms.adapters.base import trained_names
 from lit_efficient.mechanisms.adapters.experts import LowRankExperts
 from lit_efficient.mechanisms.adapters.low_rank import LowRank, kind_of
@@ -34,7 +35,7 @@ _OURS = {  # ends of peft's tensor names, and the corresponding names of this pa
     ".lora_magnitude_vector": "lora_magnitude", ".lora_magnitude_vector.weight": "lora_magnitude",
 }  # fmt: skip
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that do not change the base
-_UNSUPPORTED = ("use_qalora", "alora_invocation_tokens", "arrow_config", "layer_replication")
+_UNSUPPORTED = ("use_qalora", "arrow_config", "layer_replication")
 
 
 def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -88,6 +89,10 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         variant = "dora"
     elif config.get("use_rslora"):
         variant = "rslora"
+    if config.get("alora_invocation_tokens"):
+        if variant != "lora":
+            raise ConfigurationError(f"LoRA: start_from={folder} is aLoRA with {variant}, which LoRA does not support")
+        variant = ACTIVATED
     biases = {name for name in tensors if name.endswith(".bias") and config.get("bias", "none") != "none"}
     by_rows = {name.removesuffix(f".{ROWS}") for name in tensors if name.endswith(f".{ROWS}")}
     whole = {name.rpartition(".")[0] for name in tensors if ".lora_" not in name and name not in biases}
@@ -99,6 +104,7 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "dropout": config.get("lora_dropout", 0.0),
         "variant": variant,
         "patterns": patterns or None,
+        "invocation_tokens": config.get("alora_invocation_tokens"),
         "bias": config.get("bias", "none"),
         "modules_to_save": [re.escape(name) for name in sorted(whole)] or None,
         "trainable_token_indices": _row_ids(config.get("trainable_token_indices"), folder),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.checkpoints import Fields
+from lit_efficient.mechanisms.adapters.activated import ACTIVATED
 from lit_efficient.mechanisms.adapters.peft_folder import target_modules
 from lit_efficient.mechanisms.adapters.starts import FROM_ROUNDING, SUBTRACTED
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS
@@ -146,6 +147,8 @@ def _config(where: Fields, arguments: Fields, saved: list[str], ranks: Mapping[s
         "modules_to_save": saved or None,
         "inference_mode": True,
     }
+    if arguments["variant"] == ACTIVATED:
+        config["alora_invocation_tokens"] = arguments["invocation_tokens"]
     if where["rows"]:
         config["trainable_token_indices"] = where["rows"]
     if where.get("auto_mapping"):

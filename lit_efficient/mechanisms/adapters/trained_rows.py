@@ -124,9 +124,7 @@ def add_trained_rows(module: nn.Module, ids: Sequence[int] | str, who: str) -> l
                 "list of ids for others"
             )
     else:
-        models = [
-            part for part in module.modules() if hasattr(part, "get_input_embeddings") and hasattr(part, "config")
-        ]
+        models = transformers_in(module)
         if not models:
             raise ConfigurationError(
                 f"{who}: {type(module).__name__} has no model of transformers, whose rows could train"
@@ -146,6 +144,11 @@ def add_trained_rows(module: nn.Module, ids: Sequence[int] | str, who: str) -> l
             if not layer.weight.is_meta:  # otherwise the rows start when the weight is read
                 layer.follow_weight()
     return list(rows.values())
+
+
+def transformers_in(module: nn.Module) -> list[nn.Module]:
+    """Return the models of transformers in a module, the outermost one first."""
+    return [part for part in module.modules() if hasattr(part, "get_input_embeddings") and hasattr(part, "config")]
 
 
 def fold_rows(layer: Any) -> None:

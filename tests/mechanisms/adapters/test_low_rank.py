@@ -58,8 +58,8 @@ def _adapted(kind: str, variant: str, *, trained: bool = True) -> tuple[nn.Modul
     return layer, x, before
 
 
-# Those of quantised layers are in test_int4.py, test_survival.py and test_starts.py.
-FLOAT = [variant for variant in VARIANTS if variant not in (*ON_INT4, "loftq")]
+# Those of quantised layers are in test_int4.py, test_survival.py and test_starts.py, aLoRA in test_activated.py.
+FLOAT = [variant for variant in VARIANTS if variant not in (*ON_INT4, "loftq", "alora")]
 CASES = [(k, v) for k in LAYERS for v in FLOAT if k != "embedding" or v in ("lora", "rslora")]
 
 

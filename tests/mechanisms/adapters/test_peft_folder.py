@@ -116,6 +116,7 @@ def test_what_is_given_too_must_be_the_same(tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "has peft_type IA3, not LORA"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights='pissa', which"),
+        ({"alora_invocation_tokens": [3], "use_rslora": True}, "is aLoRA with rslora, which"),
         ({"layer_replication": [[0, 1]]}, "has layer_replication="),
         ({"r": 2}, r"has rank 3 instead of 2 in 'model.layers.*_proj', which"),
     ],
