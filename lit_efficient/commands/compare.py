@@ -25,7 +25,10 @@ def run(argv: Sequence[str]) -> int:
     if not options.overlays and not options.all:
         raise refusal("compare", "--with", "at least one overlay, unless --all is given", options.overlays)
     for given in [*options.overlays, *filter(None, [options.forgetting])]:
-        configs.find(given)
+        if "=" not in given:
+            configs.find(given)
+    import yaml
+
     from lit_efficient.cli.fits import ConfigFit
     from lit_efficient.cli.next_steps import COMMAND
     from lit_efficient.cli.secrets import redacted
@@ -39,6 +42,10 @@ def run(argv: Sequence[str]) -> int:
         names += [path.stem for path in sorted((configs.folder() / "techniques").glob("*.yaml"))]
     changes = []
     for name in dict.fromkeys(names):
+        key, _, value = name.partition("=")
+        if value:
+            changes.append(Change(name, settings={key: yaml.safe_load(value)}))
+            continue
         changes.append(Change(name, overlays=(name,)))
         if name.endswith(".yaml"):
             changes[-1] = Change(Path(name).stem, overlays=(name,))
@@ -103,7 +110,13 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--with", dest="overlays", metavar="OVERLAY", nargs="+", action="extend", default=[], help="overlays to compare"
+        "--with",
+        dest="overlays",
+        metavar="OVERLAY",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="overlays to compare, or settings: LoRA.variant=pissa. Several values of one setting are not combined",
     )
     parser.add_argument("--all", action="store_true", help="compare each technique alone that this config accepts")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each training (default: 100)")

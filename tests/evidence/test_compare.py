@@ -291,6 +291,8 @@ def test_all_together_and_all_but_one_have_the_changes_of_each():
     assert found["all"].callbacks() == ["a", "b", "c"]
     assert found["all but c"].settings == {"a": 1, "b": 1}
     assert [one.name for one in variants(changes[:2])] == ["baseline", "a", "b", "all"]
+    values = [Change(name, {"LoRA.variant": name}) for name in ("pissa", "eva", "olora")]
+    assert [one.name for one in variants(values)] == ["baseline", "pissa", "eva", "olora"]  # one setting has one value
 
 
 def test_rows_survive_what_a_machine_does_to_a_file(tmp_path):

@@ -311,13 +311,16 @@ def variants(changes: Sequence[Change], alone: bool = False) -> list[Change]:
     """Return the variants: the unchanged fit, each change, all changes, and all changes but one.
 
     Args:
-        changes: The changes. From two on all are combined, from three on all but each.
+        changes: The changes. From two on all are combined, from three on all but each, unless they give one setting
+            several values.
         alone: Combine none.
 
     Raises:
         ConfigurationError: If there are no changes, or two variants have the same name.
     """
     found = [Change(BASELINE), *changes]
+    keys = [key for one in changes for key in one.settings]
+    alone = alone or len({*keys}) < len(keys)
     if len(changes) > 1 and not alone:
         found.append(together("all", changes))
     if len(changes) > 2 and not alone:
