@@ -48,6 +48,7 @@ from lit_efficient.callbacks.data_loader_tuner import DataLoaderTuner as DataLoa
 from lit_efficient.callbacks.device_prefetcher import DevicePrefetcher as DevicePrefetcher
 from lit_efficient.callbacks.ema import EMA as EMA
 from lit_efficient.callbacks.exact_resume import ExactResume as ExactResume
+from lit_efficient.callbacks.experts_backend import ExpertsBackend as ExpertsBackend
 from lit_efficient.callbacks.fast_matmul import FastMatmul as FastMatmul
 from lit_efficient.callbacks.feature_matching import FeatureMatching as FeatureMatching
 from lit_efficient.callbacks.galore import GaLore as GaLore
@@ -64,6 +65,7 @@ from lit_efficient.callbacks.latent_alignment import LatentAlignment as LatentAl
 from lit_efficient.callbacks.lora import LoRA as LoRA
 from lit_efficient.callbacks.initialise import Initialise as Initialise
 from lit_efficient.callbacks.label_smoothing import LabelSmoothing as LabelSmoothing
+from lit_efficient.callbacks.loss_free_balancing import LossFreeBalancing as LossFreeBalancing
 from lit_efficient.callbacks.loss_curriculum import LossCurriculum as LossCurriculum
 from lit_efficient.callbacks.multi_token_prediction import MultiTokenPrediction as MultiTokenPrediction
 from lit_efficient.callbacks.neftune import NEFTune as NEFTune

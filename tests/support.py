@@ -106,6 +106,44 @@ def normed(network: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
+def routed(network: type[nn.Module]) -> type[nn.Module]:
+    """The network behind a small mixture of experts of transformers, over each row as two tokens of eight numbers."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    class Mixture(nn.Module):  # no PreTrainedModel, which peft would take for the network
+        def __init__(self) -> None:
+            super().__init__()
+            self.config: Any = MixtralConfig(hidden_size=8, intermediate_size=16, num_local_experts=4)
+            self.set_experts_implementation("grouped_mm")
+            self.mlp = MixtralSparseMoeBlock(self.config)
+            for p in self.parameters():
+                nn.init.normal_(p, std=0.3)
+
+        def _can_set_experts_implementation(self) -> bool:
+            return True
+
+        def set_experts_implementation(self, name: str) -> None:
+            self.config._experts_implementation = name
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(x)
+
+    class Routed(network):  # type: ignore[valid-type, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture = Mixture()
+
+        def forward(self, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+            padded = nn.functional.pad(x, (0, WIDTH - x.shape[-1]))
+            mixed = self.mixture(padded.unflatten(-1, (-1, 8))).flatten(-2)
+            return super().forward(x + mixed[..., : x.shape[-1]].tanh(), **arguments)
+
+    Routed.forward.__signature__ = inspect.signature(network.forward)  # type: ignore[attr-defined]
+    return Routed
+
+
+@functools.cache
 def lowered(network: type[nn.Module]) -> type[nn.Module]:
     """The network with a matrix in bfloat16, whatever it gives times that one's mean, which is one."""
 

@@ -79,8 +79,9 @@ class LossHooks(Hooks):
 
     @classmethod
     def wraps(cls, trainer: Trainer, module: LightningModule, techniques: Sequence[Any]) -> list[Wrap]:
-        """Wrap ``training_step`` if a technique changes the loss."""
-        changes = any(overrides(t, method) for t in techniques for method in ("sample_weights", "extra_loss"))
+        """Wrap ``training_step`` if a technique changes the loss, or observes the step."""
+        methods = ("sample_weights", "extra_loss", "watch_step")
+        changes = any(overrides(t, method) for t in techniques for method in methods)
         if not changes:
             return []
         step = step_like(module.training_step, _training_step, _training_step_on_batch, _training_step_on_iterator)
@@ -138,16 +139,15 @@ def _changed_loss(module: Any, step: Callable[..., Any], *args: object) -> objec
 
 def _with_extra_losses(module: LightningModule, step: Callable[..., object], *args: object) -> Any:
     """Run ``step`` and add the terms of techniques to its loss."""
-    techniques = _on_loss(module, "extra_loss")
     with ExitStack() as watching:
-        for technique in techniques:
+        for technique in _on_loss(module, "watch_step"):
             context = technique.watch_step(module, args[0])
             if context is not None:
                 watching.enter_context(context)
         output = step(*args)
         if output is None:  # the step is skipped
             return None
-        for technique in techniques:
+        for technique in _on_loss(module, "extra_loss"):
             term = technique.extra_loss(output, module, args[0])
             if term is not None:
                 output = add_loss(output, term, type(technique).__name__, type(module).__name__)

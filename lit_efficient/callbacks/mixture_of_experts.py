@@ -17,30 +17,28 @@ the same as the dense one at first, whatever the router chooses. No token is dro
 each layer is one grouped matrix product.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lit_efficient.application.checkpoints import CheckpointHooks
-from lit_efficient.application.loss import LossHooks
 from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import check_number, must_fit
 from lit_efficient.mechanisms.blocks.feed_forward import find_feed_forwards
+from lit_efficient.mechanisms.expert_loads import BalancesLoads
 from lit_efficient.mechanisms.side_terms import SideTerms, parts_of
-from lit_efficient.models.networks.expert_layers import ExpertMixture, add_mixture, balanced_bias, router_losses
-from lit_efficient.models.networks.token_rows import pass_rows, rows_in
+from lit_efficient.models.networks.expert_layers import ExpertMixture, add_mixture, router_losses
+from lit_efficient.models.networks.token_rows import pass_rows
 from lit_efficient.surgery import call_layers, count
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
 
-class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
+class MixtureOfExperts(BalancesLoads, OptimizerHooks, CheckpointHooks, Technique):
     """Turn the feed-forward modules of a network into mixtures of experts that compute the same at first.
 
     Feed-forward modules are modules of linear layers, within the blocks, that map each token separately. Their weights
@@ -103,7 +101,6 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
         self.bias_rate = bias_rate
         self.layers = layers
         self.seed = seed
-        self._steps = 0
         self._terms = SideTerms("MixtureOfExperts", ExpertMixture, router_losses)
 
     def transform(self, module: nn.Module) -> Report:
@@ -136,41 +133,11 @@ class MixtureOfExperts(LossHooks, OptimizerHooks, CheckpointHooks, Technique):
     def trains(self, module: nn.Module) -> list[nn.Parameter]:
         return [part.router_weight for part in parts_of(module, ExpertMixture)]
 
-    @contextmanager
-    def watch_step(self, module: nn.Module, batch: object) -> Iterator[None]:
-        parts = parts_of(module, ExpertMixture)
-        rows = rows_in(batch)
-        for part in parts:
-            part.token_rows = rows
-        try:
-            with self._terms.collecting(module):
-                yield
-        finally:
-            for part in parts:
-                part.token_rows = {}
-
     def extra_loss(self, output: object, module: nn.Module, batch: object) -> Tensor | None:
         terms = self._terms.mean(module)
         if terms is None or not (self.balance_loss or self.z_loss):
             return None
         return self.balance_loss * terms[0] + self.z_loss * terms[1]
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._steps = trainer.global_step
-        for part in parts_of(pl_module, ExpertMixture):
-            part.router_load = None  # batches before the first step must not count
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
-        if not self.bias_rate or trainer.global_step == self._steps:
-            return
-        self._steps = trainer.global_step
-        parts = [part for part in parts_of(pl_module, ExpertMixture) if part.router_load is not None]
-        if not parts:
-            return
-        loads = trainer.strategy.reduce(torch.stack([part.router_load for part in parts]), reduce_op="sum")
-        for part, load in zip(parts, loads, strict=True):
-            part.router_bias.copy_(balanced_bias(part.router_bias, load, self.bias_rate))
-            part.router_load = None
 
     @classmethod
     def is_in(cls, module: nn.Module) -> bool:

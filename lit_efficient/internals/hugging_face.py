@@ -83,6 +83,29 @@ def set_attention(config: Any, name: str) -> None:
     config._attn_implementation = name
 
 
+def expert_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of stacked experts for which transformers offers several implementations, with their names.
+
+    ``use_experts_implementation`` sets ``_is_expert_parallel`` on them.
+    """
+    return [(name, part) for name, part in root.named_modules() if hasattr(part, "_is_expert_parallel")]
+
+
+def experts_way(experts: Any) -> str | None:
+    """Return the implementation that a module of experts uses: ``config._experts_implementation``."""
+    way: str | None = experts.config._experts_implementation
+    return way
+
+
+def set_experts_way(network: Any, name: str) -> None:
+    """Set the implementation of the experts of a network of transformers, if its class offers a choice.
+
+    ``_can_set_experts_implementation``.
+    """
+    if network._can_set_experts_implementation():
+        network.set_experts_implementation(name)
+
+
 def from_config(kind: Any, config: object, **options: object) -> Any:
     """Build a transformers model with random weights: ``from_config`` of auto classes, else ``_from_config``."""
     make = getattr(kind, "from_config", None) or kind._from_config

@@ -30,6 +30,7 @@ class Row:
         beside: How to build it beside another technique that excludes the setting of ``make``.
         convolution: Whether the network needs a convolution, whatever else it is made of.
         instance_norm: Whether the network needs a convolution before an instance norm, whatever else it is made of.
+        experts: Whether the network needs experts of transformers, whatever else it is made of.
         bfloat16: Whether the network needs a weight in bfloat16, whatever else it is made of.
     """
 
@@ -43,5 +44,6 @@ class Row:
     network: type[nn.Module] = Net
     beside: dict[str, Callable[[], Technique]] = field(default_factory=dict)
     convolution: bool = False
+    experts: bool = False
     bfloat16: bool = False
     instance_norm: bool = False

@@ -46,7 +46,18 @@ from lit_efficient.declaration import Declaration, Hooks, check_conflicts
 from lit_efficient.testing import Case, Run
 from tests.contract import effects
 from tests.contract.row import Row
-from tests.support import WIDTH, AttentionNet, Net, PaddedNet, TokenAttentionNet, TokenNet, convolved, lowered, normed
+from tests.support import (
+    WIDTH,
+    AttentionNet,
+    Net,
+    PaddedNet,
+    TokenAttentionNet,
+    TokenNet,
+    convolved,
+    lowered,
+    normed,
+    routed,
+)
 
 
 class OffloadOptimizer(lit_efficient.OffloadOptimizer):
@@ -263,6 +274,7 @@ def network_of(*names: str) -> type[nn.Module]:
     if len(needed) > 1:
         network = next((part.with_attention for part in needed if hasattr(part, "with_attention")), TokenAttentionNet)
     network = convolved(network) if any(CASES[name].convolution for name in names) else network
+    network = routed(network) if any(CASES[name].experts for name in names) else network
     network = normed(network) if any(CASES[name].instance_norm for name in names) else network
     return lowered(network) if any(CASES[name].bfloat16 for name in names) else network
 

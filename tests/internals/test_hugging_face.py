@@ -57,6 +57,29 @@ def test_a_saved_data_set_lists_its_files(tmp_path):
         hugging_face.load_saved(tmp_path / "saved")
 
 
+@leans_on(
+    "transformers",
+    "_is_expert_parallel, _experts_implementation, _can_set_experts_implementation",
+    "hugging_face",
+)
+def test_a_model_s_experts_are_known_and_set():
+    from transformers import GPT2Config, GPT2Model, MixtralConfig, MixtralModel
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "num_local_experts": 2, "pad_token_id": 0}
+    model = MixtralModel(MixtralConfig(**sizes))
+    ((name, experts),) = hugging_face.expert_modules(model)
+    assert name == "layers.0.mlp.experts"
+    assert hugging_face.experts_way(experts) == "grouped_mm"
+    hugging_face.set_experts_way(model, "eager")
+    assert hugging_face.experts_way(experts) == "eager"
+    dense = GPT2Model(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+    before = dense.config._experts_implementation
+    hugging_face.set_experts_way(dense, "batched_mm")  # without an effect
+    assert dense.config._experts_implementation == before
+    assert hugging_face.expert_modules(dense) == []
+
+
 @leans_on("transformers", "config._attn_implementation", "hugging_face")
 def test_a_model_s_attention_is_known():
     from transformers import LlamaConfig, LlamaForCausalLM

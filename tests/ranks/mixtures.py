@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lit_efficient import MixtureOfDepths, MixtureOfExperts
+from lit_efficient import LossFreeBalancing, MixtureOfDepths, MixtureOfExperts
 from lit_efficient.models.networks.gpt import GPT, GPTConfig
+from tests.callbacks.test_experts_backend import decoder
 from tests.ranks.toys import weights_of_all
 from tests.support import assert_equal, trainer
 
@@ -57,3 +58,26 @@ def weights(strategy: Any, devices: int) -> dict[str, Tensor]:
 
 def equal_on_all_ranks() -> None:
     torch.save(weights("ddp", 2), "ddp.pt")
+
+
+class Pretrained(Language):
+    """A small Mixtral."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network: Any = decoder("Mixtral")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = batch[0] % 8
+        return self.network(ids, labels=ids).loss
+
+
+def biases(strategy: Any, devices: int) -> Tensor:
+    """Those of all routers after three steps."""
+    module = Pretrained()
+    trainer([LossFreeBalancing(0.125)], devices=devices, strategy=strategy, max_epochs=1).fit(module, tokens(devices))
+    return torch.stack([buffer for name, buffer in module.named_buffers() if name.endswith("router_bias")])
+
+
+def biases_on_two_ranks() -> None:
+    torch.save(biases("ddp", 2), "biases.pt")

@@ -58,7 +58,7 @@ def load_balance_loss(logits: Tensor, chosen: Tensor, real: Tensor | None = None
     Source: Fedus et al. (2021), https://arxiv.org/abs/2101.03961, equation 4; all choices of a token count equally.
     """
     experts = logits.shape[-1]
-    loads = _choice_counts(chosen, experts, real).to(logits.dtype)
+    loads = choice_counts(chosen, experts, real).to(logits.dtype)
     return experts * (loads / loads.sum().clamp_min(1) * _mean(logits.softmax(-1), real)).sum()
 
 
@@ -151,7 +151,7 @@ class ExpertMixture(Loads, StaysFloat32):
 
     def _count(self, chosen: Tensor, real: Tensor | None) -> None:
         if self.router_bias is not None:
-            now = _choice_counts(chosen, len(self.router_bias), real)
+            now = choice_counts(chosen, len(self.router_bias), real)
             if self.router_load is not None:
                 now = self.router_load.to(now.device) + now
             self.router_load = now
@@ -210,7 +210,7 @@ def is_linear(part: nn.Module) -> bool:
     return kind is nn.Linear or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def _choice_counts(chosen: Tensor, experts: int, real: Tensor | None = None) -> Tensor:
+def choice_counts(chosen: Tensor, experts: int, real: Tensor | None = None) -> Tensor:
     """Return how often each expert was chosen, [E], without waiting for a GPU."""
     flat = chosen.flatten()
     ones = torch.ones_like(flat)
