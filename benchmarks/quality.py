@@ -2,6 +2,7 @@
 
     python -m benchmarks.quality --minutes 60      run what is missing, for at most an hour
     python -m benchmarks.quality --only DMD2 LCM   run arms with one of these words in their names, and baselines
+    python -m benchmarks.quality --only optimizers     run a group of arms: variants of Muon, SOAP, AdamC
     python -m benchmarks.quality --show            print the tables of the finished runs
     python -m benchmarks.quality --record          write the tables into figures.json
 
@@ -141,6 +142,7 @@ class Arm:
         module: Name of the task's class, if it is not that of the baseline.
         rates: Learning rates, of which the tuning seed chooses.
         few: Steps of sampling that are measured in the few-step trainings.
+        group: Word of ``--only`` that chooses all arms of a group.
     """
 
     task: str
@@ -154,6 +156,7 @@ class Arm:
     module: str = "LatentDiffusion"
     rates: tuple[float, ...] = RATES
     few: tuple[int, ...] = FEW
+    group: str = ""
 
     @property
     def recipe(self) -> str:
@@ -271,6 +274,34 @@ def _everywhere(task: str) -> list[Arm]:
     ]
 
 
+def _muon(module: Any, rate: float, **variant: Any) -> torch.optim.Optimizer:
+    return le.MuonAdamW(le.muon_groups(module), rate, **variant)
+
+
+def _soap(module: Any, rate: float) -> torch.optim.Optimizer:
+    from pytorch_optimizer import SOAP
+
+    return SOAP(module.parameters(), rate, weight_decay=0.05, max_precondition_dim=1000)  # type: ignore[no-any-return]
+
+
+def _optimizers(task: str) -> list[Arm]:
+    """Return variants of Muon at the best rate of :class:`MuonAdamW`, and others at rates around the baseline's."""
+    muon = partial(Arm, task, rates=(9e-3,), group="optimizers")
+    other = partial(Arm, task, group="optimizers")
+    heads = {"query.weight": 16, "key.weight": 16, "value.weight": 16}
+    split = partial(le.muon_groups, heads=heads)
+    return [
+        muon("MuonAdamW muon_eq", optimizer=lambda module, rate: _muon(module, rate, muon_eq="row")),
+        muon("MuonAdamW muon_plus", optimizer=lambda module, rate: _muon(module, rate, muon_plus="column_row")),
+        muon("MuonAdamW dion", optimizer=lambda module, rate: _muon(module, rate, dion=0.25)),
+        muon("MuonAdamW heads", optimizer=lambda module, rate: le.MuonAdamW(split(module), rate)),
+        other("SOAP", optimizer=_soap, rates=(3e-3, 9e-3)),
+        other("OptimizerSchedule AdamC", lambda: [le.OptimizerSchedule(follow_rate=1.0)], rates=(3e-3,)),
+        muon("MuonAdamW normuon", optimizer=lambda module, rate: _muon(module, rate, normuon=0.95)),
+        muon("MuonAdamW polar_express", optimizer=lambda module, rate: _muon(module, rate, polar_express=True)),
+    ]
+
+
 def _schedule_free(module: Any, rate: float) -> torch.optim.Optimizer:
     return le.ScheduleFreeAdamW(module.parameters(), rate, (0.9, 0.99), weight_decay=0.05)
 
@@ -300,6 +331,7 @@ ARMS = [
     Arm("photos", "ResolutionRamp", lambda: [le.ResolutionRamp(0.5, 0.3, multiple_of=2)]),
     Arm("python", BASELINE),
     *_everywhere("python"),
+    *_optimizers("python"),
     Arm("python", "SequenceLengthRamp", lambda: [le.SequenceLengthRamp(32, 128, 0.3)]),
     Arm("python", "MixtureOfDepths", lambda: [le.MixtureOfDepths(0.5)]),
     Arm("python", "MultiTokenPrediction", lambda: [le.MultiTokenPrediction()]),
@@ -881,6 +913,10 @@ def record(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     print("To update the documents, run: python -m benchmarks.figures --write")
 
 
+def _words(arm: Arm) -> str:
+    return f"{arm.task} {arm.name} {arm.group}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -893,7 +929,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     use_one_thread()
     warnings.filterwarnings("ignore")
-    chosen = [arm for arm in ARMS if not given.only or any(word in f"{arm.task} {arm.name}" for word in given.only)]
+    chosen = [arm for arm in ARMS if not given.only or any(word in _words(arm) for word in given.only)]
     tasks = {arm.task for arm in chosen}
     arms = [arm for arm in ARMS if arm in chosen or (arm.name == BASELINE and arm.task in tasks)]
     file = given.file or Path(__file__).parent / "records" / "quality.jsonl"
