@@ -87,7 +87,7 @@ def to_low_rank(
             state_bytes += 2 * count * p.element_size()
         if p in chosen:
             short, long = _sides(p)
-            state_bytes += p.numel() // (short * long) * subspace.basis_elements(short) * p.element_size()
+            state_bytes += subspace.basis_bytes(p.numel() // (short * long), short, p.element_size())
     full_bytes = sum(2 * p.numel() * p.element_size() for p in stepped)
     total = sum(p.numel() for p in stepped)
     if state_bytes > full_bytes:

@@ -3,9 +3,11 @@
     low = projected gradient;    step = Adam(low);    p <- p - lr * weight_decay * p - lr * scale * update
     GaLore: update = step, projected back;    APOLLO: update = gradient * |step| / |low|, by channel
 
-Each parameter is stepped independently of the others.
+Each parameter is stepped independently of the others. Q-GaLore stores the basis of the subspace in 4 bits, and chooses
+it less often for matrices whose strongest direction stays.
 
-Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024), https://arxiv.org/abs/2412.05270
+Source: Zhao et al. (2024), https://arxiv.org/abs/2403.03507; Zhu et al. (2024), https://arxiv.org/abs/2412.05270;
+    Q-GaLore: Zhang et al. (2024), https://arxiv.org/abs/2407.08296
 """
 
 import math
@@ -14,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.distributed.seeds import mix_seed
 from lit_efficient.errors import DivergedError
+from lit_efficient.mechanisms.adapters.int4 import dequantize_groups, quantize_groups
 from lit_efficient.optimizers.stepping import adamw, loss_of, with_gradient
 from lit_efficient.optimizers.subspaces import (
     gradient_scales,
@@ -29,6 +33,8 @@ from lit_efficient.optimizers.subspaces import (
     strongest_directions,
 )
 
+_GROUP = 256  # elements of a 4-bit basis with a scale and a zero point of their own
+_WATCHED = 5  # latest choices of a subspace whose similarities are averaged
 _GROWTH = 1.01  # largest growth of the norm of an update from step to step, the limiter of Fira and APOLLO
 
 
@@ -54,8 +60,8 @@ class Subspace:
         """
         raise NotImplementedError
 
-    def basis_elements(self, short: int) -> int:
-        """Return the number of elements in the stored basis of a matrix with this shorter side."""
+    def basis_bytes(self, count: int, short: int, element_size: int) -> int:
+        """Return the bytes of the stored bases of ``count`` matrices with this shorter side."""
         raise NotImplementedError
 
 
@@ -68,14 +74,19 @@ class StrongestDirections(Subspace):
         update_every: Number of steps after which the subspace is chosen again.
         scale: Factor on the update.
         exact: Decompose gradients exactly instead of with a randomised method.
+        basis_bits: 4 stores the basis with 4 bits an element, 32 in the dtype of the gradient.
+        similarity: Double the number of steps between choices for a matrix if the absolute cosine between its strongest
+            directions of successive choices is at least this on average over the last five.
     """
 
     exact: bool = False
+    basis_bits: int = 32
+    similarity: float | None = None
 
     def update_of(
         self, gradient: Tensor, number: int, taken: int, state: dict[str, Any], adam: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
-        if "projector" not in state or taken % self.update_every == 0:
+        if "projector" not in state or taken % state.get("every", self.update_every) == 0:
             # A gradient of zeros, as below a layer that is initialised to zero, has no directions: wait for another.
             largest = float(torch.linalg.vector_norm(gradient, math.inf))
             if not math.isfinite(largest):
@@ -85,14 +96,41 @@ class StrongestDirections(Subspace):
                 )
             if largest > 0:
                 draws = None if self.exact else _generator(gradient, number, taken)
-                state["projector"] = strongest_directions(gradient, self.rank, draws)
+                chosen = strongest_directions(gradient, self.rank, draws)
+                if self.similarity is not None and "projector" in state:
+                    self._watch(state, self._stored(state, gradient), chosen)
+                self._store(state, chosen)
         if "projector" not in state:
             return None
-        basis = state["projector"]
+        basis = self._stored(state, gradient)
         return out_of_subspace(adam(into_subspace(gradient, basis)), basis, is_wide(gradient))
 
-    def basis_elements(self, short: int) -> int:
-        return short * self.rank
+    def basis_bytes(self, count: int, short: int, element_size: int) -> int:
+        elements = count * short * self.rank
+        if self.basis_bits == 4:
+            return -(-elements // _GROUP) * (_GROUP // 2 + 8)  # codes, and a scale and a zero point in float32
+        return elements * element_size
+
+    def _store(self, state: dict[str, Any], basis: Tensor) -> None:
+        if self.basis_bits == 4:
+            groups = F.pad(basis.flatten(), (0, -basis.numel() % _GROUP)).view(-1, _GROUP)
+            basis, state["projector_scale"], state["projector_zero"] = quantize_groups(groups.float(), _GROUP)
+        state["projector"] = basis
+
+    def _stored(self, state: dict[str, Any], gradient: Tensor) -> Tensor:
+        """Return the stored basis [..., min(m, n), rank]."""
+        if "projector_scale" not in state:
+            return state["projector"]
+        shape = (*gradient.shape[:-2], min(gradient.shape[-2:]), self.rank)
+        groups = dequantize_groups(state["projector"], state["projector_scale"], state["projector_zero"])
+        return groups.flatten()[: math.prod(shape)].view(shape).to(gradient.dtype)
+
+    def _watch(self, state: dict[str, Any], before: Tensor, after: Tensor) -> None:
+        """Double the period of a matrix if its strongest direction has changed little."""
+        cosine = F.cosine_similarity(before[..., 0], after[..., 0], dim=-1).abs().mean()
+        state["similarities"] = [*state.get("similarities", []), float(cosine)][-_WATCHED:]
+        if len(state["similarities"]) == _WATCHED and sum(state["similarities"]) >= _WATCHED * (self.similarity or 0):
+            state["every"] = 2 * state.get("every", self.update_every)
 
 
 @dataclass(frozen=True)
@@ -120,7 +158,7 @@ class RandomDirections(Subspace):
         state["norm"] = torch.where(before > 0, torch.minimum(norm, _GROWTH * before), norm)
         return update.mul_(torch.where(norm > 0, state["norm"] / norm, 1.0))
 
-    def basis_elements(self, short: int) -> int:
+    def basis_bytes(self, count: int, short: int, element_size: int) -> int:
         return 0  # the basis is drawn again in each step from the same seed
 
 
@@ -142,6 +180,8 @@ class LowRankAdamW(Optimizer):
     non_castable_tensor_keys: ClassVar[Set[str]] = {
         "step",
         "norm",
+        "projector_scale",
+        "projector_zero",
         "absmax1",
         "absmax2",
     }  # always float32
@@ -218,6 +258,8 @@ class LowRankAdamW(Optimizer):
         parameters = (p for group in self.param_groups for p in group["params"])
         for i, p in zip(ids, parameters, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
                 here = p.device
                 if key == "step" and (not self.fused or p in self.numbers):
                     here = value.device  # only the fused kernel needs its step counter on the device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_all_linear_takes_linear_layers_and_experts_but_no_embedding() -> None:
         rewritten(module, GaLore(rank=4, targets=["down"]))
 
 
-@pytest.mark.parametrize("technique", [GaLore, APOLLO])
+@pytest.mark.parametrize("technique", [GaLore, APOLLO, partial(GaLore, basis_bits=4)])
 def test_the_report_has_the_bytes_that_the_states_take(technique: Any) -> None:
     module = GPT(GPTConfig(300, dim=64, depth=2, num_heads=4, max_length=16, tie_embeddings=False))
     optimizer, report = rewritten(module, technique(rank=16, bits=8))
@@ -91,6 +92,14 @@ def test_what_is_frozen_has_nothing_to_project_and_what_another_optimizer_holds_
     module.stem.requires_grad_(False)
     with pytest.raises(ConfigurationError, match=r"none of the 1 matrices that targets=\['stem'\] names trains"):
         rewritten(module, GaLore(rank=4, targets=["stem"]))
+
+
+@pytest.mark.parametrize("arguments", [{"basis_bits": 8}, {"similarity": 1.5}])
+def test_arguments_of_q_galore_are_checked(arguments: dict[str, Any]) -> None:
+    allowed = {"basis_bits": "one of 32, 4, got 8", "similarity": "at least 0 and at most 1 or null, got 1.5"}
+    (name,) = arguments
+    with pytest.raises(ConfigurationError, match=f"GaLore: {name} must be {allowed[name]}"):
+        GaLore(**arguments)
 
 
 def test_sharded_and_flattened_parameters_are_refused_before_the_run() -> None:

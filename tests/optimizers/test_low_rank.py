@@ -266,6 +266,61 @@ def test_what_is_thawed_by_hand_later_is_projected_then() -> None:
     assert optimizer.state[ps[1]]["exp_avg"].shape == (4, 24)
 
 
+@pytest.mark.parametrize("shape", [(24, 8), (12, 30), (3, 10, 20)])
+def test_q_galore_steps_as_galore_with_the_rounded_basis(shape: tuple[int, ...]) -> None:
+    """Codes of 4 bits between the least and the largest value of each 256 elements, in which zeros fill up the last."""
+    ps, given = parameters([shape]), gradients([shape], 3)
+    p, start = ps[0], ps[0].detach().double()
+    to_low_rank(optimizer := adamw(ps), [p], StrongestDirections(4, 200, 0.25, True, 4))
+    steps(ps, optimizer, given)
+    for i in range(len(p) if p.ndim == 3 else 1):
+        stack = [t[0].double().view(-1, *shape[-2:]) for t in given]
+        wide = shape[-2] < shape[-1]
+        left, _, right = torch.linalg.svd(given[0][0], full_matrices=False)
+        basis = (left if wide else right.mT)[..., :4].double()
+        values = torch.cat([basis.flatten(), torch.zeros(-basis.numel() % 256)])
+        assert len(values) == 256
+        step = (values.max() - values.min()) / 15
+        rounded = (((values - values.min()) / step).round() * step + values.min())[: basis.numel()]
+        q = rounded.view(-1, *basis.shape[-2:])[i]
+        w, m, v = start.view(-1, *shape[-2:])[i], 0.0, 0.0
+        for t, full in enumerate(stack, 1):
+            low = q.T @ full[i] if wide else full[i] @ q
+            m, v = BETAS[0] * m + (1 - BETAS[0]) * low, BETAS[1] * v + (1 - BETAS[1]) * low**2
+            step_low = m / (1 - BETAS[0] ** t) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS)
+            w = w * (1 - LR * DECAY) - LR * 0.25 * (q @ step_low if wide else step_low @ q.T)
+        torch.testing.assert_close(p.detach().double().view(-1, *shape[-2:])[i], w, rtol=1e-4, atol=1e-5)
+    assert optimizer.state[p]["projector"].nbytes == 128
+
+
+def test_q_galore_asks_less_often_where_the_strongest_direction_stays_and_resumes_there() -> None:
+    """One matrix always has the same gradient, the other one a new one in each step."""
+    fixed = gradients([(12, 30)], 1)[0][0]
+    given = [[fixed, of_step[0]] for of_step in gradients([(12, 30)], 30)]
+    subspace = StrongestDirections(4, 2, 0.25, False, 4, 0.9)
+
+    def begun() -> tuple[Any, Any]:
+        ps = parameters([(12, 30), (12, 30)])
+        to_low_rank(optimizer := adamw(ps), ps[:2], subspace)
+        return ps, optimizer
+
+    ps, optimizer = begun()
+    steps(ps, optimizer, given)
+    assert optimizer.state[ps[0]]["every"] == 16  # 4 from step 10 on, 8 from step 12 on, 16 from step 16 on
+    assert "every" not in optimizer.state[ps[1]]
+    assert min(optimizer.state[ps[0]]["similarities"]) > 0.9
+    half, optimizer = begun()
+    steps(half, optimizer, given[:13])
+    saved = copy.deepcopy(optimizer.state_dict())
+    again, resumed = begun()
+    for p, q in zip(again, half, strict=True):
+        p.data.copy_(q)
+    resumed.load_state_dict(saved)
+    assert resumed.state[again[0]]["projector"].dtype == torch.uint8
+    steps(again, resumed, given[13:])
+    assert all(map(torch.equal, ps, again))
+
+
 def test_a_gradient_of_zeros_fixes_no_directions_and_one_that_is_not_finite_is_refused() -> None:
     """Before a layer that starts at zero, as in a DiT, the first gradients are zero."""
     (p, _), given = parameters([(12, 30)]), gradients([(12, 30)], 3)
