@@ -37,6 +37,7 @@ OPTIMIZERS = {
     "DAdaptAdan": "dadaptation.DAdaptAdan",
     "DAdaptLion": "dadaptation.DAdaptLion",
     "DAdaptSGD": "dadaptation.DAdaptSGD",
+    "SOAP": "pytorch_optimizer.SOAP",
 }
 _PLAIN = {"int", "float", "str", "bool", "None", "Path", "PathLike"}
 _CONTAINERS = {"list", "List", "Sequence", "Iterable", "tuple", "Tuple"}

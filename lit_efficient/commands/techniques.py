@@ -21,6 +21,7 @@ from lit_efficient.catalog import (
     read_cards,
     read_third_party,
 )
+from lit_efficient.cli.signatures import OPTIMIZERS
 from lit_efficient.commands.card import card_text, excluded, wrapped
 from lit_efficient.errors import ConfigurationError, did_you_mean
 
@@ -118,6 +119,7 @@ def listed(cards: Sequence[Card], width: int) -> str:
         rest = [card.name for card in others if ("" if card.is_block else card.slot) == slot]
         if rest:
             lines += wrapped(f"{title}: {', '.join(rest)}", width, "  ")
+    lines += wrapped(f"optimizers of other packages: {', '.join(OPTIMIZERS)}", width, "  ")
     lines += [f"{card.name} is a technique of the package {card.distribution}" for card in cards if card.distribution]
     more = (
         "`techniques NAME` prints a card, `techniques --for memory` ranks by cost, `techniques --help` lists options."
@@ -281,4 +283,6 @@ def markdown(cards: Sequence[Card]) -> str:
         for card in group:
             path = card.module.replace(".", "/") + ".py"
             lines.append(f"- [`{card.name}`]({path}): {_reason(card)}")
+    lines += ["", "## Optimizers of other packages", ""]
+    lines += wrapped(", ".join(f"`{name}`" for name in OPTIMIZERS), 120)
     return "\n".join(lines[1:])

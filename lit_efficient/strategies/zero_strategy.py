@@ -49,7 +49,7 @@ _TRAINERS = {
 _MATRICES = "needs whole matrices, and DeepSpeed steps parts of one flat vector: use AdamW, or ShardedStrategy"
 # Classes of optimizers, and mix-ins that techniques add to one.
 _REFUSED = {
-    **dict.fromkeys(("Adafactor", "GroupedAdafactor", "Muon", "MuonAdamW"), _MATRICES),
+    **dict.fromkeys(("Adafactor", "CAME", "GroupedAdafactor", "Muon", "MuonAdamW", "SOAP"), _MATRICES),
     "ScheduleFreeAdamW": "switches weights, of which DeepSpeed has copies: use AdamW, or ShardedStrategy",
     "Float32Step": "rounds bfloat16 weights, and DeepSpeed steps float32 copies: leave out what rounds or compensates",
     "Streamed": "keeps states in CPU memory by itself: leave OffloadOptimizer out, and set states_on to cpu",

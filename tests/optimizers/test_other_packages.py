@@ -7,7 +7,7 @@ from lit_efficient.cli.signatures import OPTIMIZERS
 from lit_efficient.mechanisms.run_figures import rates_of
 from tests.callbacks.resume_kit import Tiny, count_exact
 
-RATES = {"CAME": 1e-2}
+RATES = {"CAME": 1e-2, "SOAP": 1e-2}
 
 
 def made(name, parameters):
@@ -36,3 +36,29 @@ def test_the_estimate_is_logged_with_the_rate():
         optimizer.step()
     assert rates_of([optimizer]) == {"lr": 1.0, "d": pytest.approx(optimizer.param_groups[0]["d"])}
     assert optimizer.param_groups[0]["d"] > 1e-6
+
+
+def test_soap_is_adam_in_the_eigenbases_of_its_preconditioner():
+    """The paper's algorithm in float64. The first gradient only sets the bases."""
+    p = torch.nn.Parameter(torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    (soap,) = (pytest.importorskip("pytorch_optimizer").SOAP([p], 0.1, (0.9, 0.95), 0.8, 0.1, 1),)
+    w, m, v = p.detach().clone(), torch.zeros(5, 5).double(), torch.zeros(5, 5).double()
+    grams = bases = None
+    for t in range(5):
+        g = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(t + 1))
+        p.grad = g.clone()
+        soap.step()
+        if t == 0:
+            grams = [0.2 * g @ g.T, 0.2 * g.T @ g]
+            bases = [torch.linalg.eigh(gram)[1].flip(1) for gram in grams]
+            continue
+        left, right = bases
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * (left.T @ g @ right) ** 2
+        step = left @ ((left.T @ m @ right) / (v.sqrt() + 1e-8)) @ right.T
+        w = (w - 0.1 * (1 - 0.95**t) ** 0.5 / (1 - 0.9**t) * step) * (1 - 0.1 * 0.1)
+        grams = [0.8 * old + 0.2 * new for old, new in zip(grams, (g @ g.T, g.T @ g))]
+        orders = [(basis * (gram @ basis)).sum(0).argsort(descending=True) for basis, gram in zip(bases, grams)]
+        v = v[orders[0]][:, orders[1]]
+        products = [(gram @ basis)[:, order] for gram, basis, order in zip(grams, bases, orders)]
+        bases = [torch.linalg.qr(product.float())[0].double() for product in products]
+    torch.testing.assert_close(p.detach(), w, rtol=1e-4, atol=1e-5)
