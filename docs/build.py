@@ -34,6 +34,8 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", "
 def texts() -> dict[str, tuple[str, str]]:
     """Return for each page the file that its links are relative to, and its text."""
     found = {path.name: (f"docs/{path.name}", path.read_text("utf-8")) for path in sorted((ROOT / "docs").glob("*.md"))}
+    for path in pages.notebooks():
+        found[f"notebooks/{path.stem}.md"] = (f"examples/{path.name}", "\n".join(pages.notebook_lines(path)))
     found |= {page: (name, (ROOT / name).read_text("utf-8")) for name, page in DOCUMENTS.items()}
     return found | {page: ("", text) for page, text in pages.made().items()}
 
@@ -74,6 +76,7 @@ def assembled() -> Iterator[tuple[str, str]]:
     """Yield each page with its text; pages for linked files come last."""
     written = texts()
     known = {source: page for page, (source, _) in written.items() if source} | pages.technique_pages()
+    known |= {f"examples/{name}": f"notebooks/{name}" for name in pages.notebook_pictures()}
     linked: dict[str, str] = {}
 
     def target(path: str) -> str:
@@ -101,6 +104,8 @@ def main() -> int:
     for path in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg"), ROOT / "docs" / "conf.py"):
         shutil.copy(path, source)
     shutil.copytree(ROOT / "docs" / "static", source / "static")
+    for name, picture in pages.notebook_pictures().items():
+        (source / "notebooks" / name).write_bytes(picture)
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
     done = subprocess.run([*command, str(source), str(site)], cwd=ROOT, check=False)  # noqa: S603 (no shell, fixed words)
     if done.returncode == 0:

@@ -2,10 +2,13 @@
 
 import ast
 import itertools
+import json
 import re
 import textwrap
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks import figures
 from lit_efficient import PUBLIC
@@ -38,6 +41,7 @@ _MENU = {
         "symptoms.md",
     ],
     "Tutorials": ["tutorial_memory.md", "tutorial_language_model.md", "tutorial_photos.md"],
+    "Notebooks": ["notebooks/*"],
     "Guides": [
         "llm.md",
         "reinforcement_learning.md",
@@ -96,8 +100,44 @@ def example_lines() -> Iterator[str]:
     for path in sorted(folder.glob("*.py")):
         text = " ".join((ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").split("\n\n")[0].split())
         yield f"- [{path.name}](examples/{path.name}): {text}"
-    notebooks = ", ".join(f"`examples/{path.name}`" for path in sorted(folder.glob("*.ipynb")))
-    yield from ("", f"Notebooks: {notebooks}." if notebooks else "", "")
+    yield from ("", "Notebooks, with their outputs:", "")
+    for path in notebooks():
+        yield f"- [{path.stem}](examples/{path.name}): {''.join(_cells(path)[0]['source']).splitlines()[0].strip('# ')}"
+    yield ""
+
+
+def notebooks() -> list[Path]:
+    """Return the notebooks of the examples."""
+    return sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.ipynb"))
+
+
+def notebook_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a notebook's page: text, code, and what the code printed and showed."""
+    for number, cell in enumerate(_cells(path)):
+        source = "".join(cell["source"])
+        yield from ([source, ""] if cell["cell_type"] == "markdown" else _fenced("python", source))
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                yield from _fenced("text", "".join(output["text"]).rstrip("\n"))
+            else:
+                yield from (f"![What the code above shows]({path.stem}-{number}.png)", "")
+    yield from (f"This page is the notebook `examples/{path.name}` with its outputs.", "")
+
+
+def notebook_pictures() -> dict[str, bytes]:
+    """Return the pictures of the notebooks' pages by their names."""
+    found = {}
+    for path in notebooks():
+        for number, cell in enumerate(_cells(path)):
+            for output in cell.get("outputs", []):
+                if "data" in output:
+                    found[f"{path.stem}-{number}.png"] = b64decode(output["data"]["image/png"])
+    return found
+
+
+def _cells(path: Path) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["cells"]
+    return cells
 
 
 def anchor(folder: str, stem: str) -> str:

@@ -26,6 +26,7 @@ from lit_efficient.data.text.plain_texts import TEXT_KEYS, LabelIds, TextReader
 from lit_efficient.data.text.reading import JudgedReader, PairReader, Reader
 from lit_efficient.data.text.rows import open_sources
 from lit_efficient.files import configs
+from tests import notebooks
 from tests.documents import (
     DOCUMENTS,
     GIVEN,
@@ -200,6 +201,22 @@ def test_a_technique_has_a_page_made_of_its_card() -> None:
 def test_every_example_is_on_their_page() -> None:
     scripts = sorted((ROOT / "examples").glob("*.py"))
     assert [path.name for path in scripts if f"[{path.name}](files/examples/" not in SITE["examples.md"]] == []
+
+
+def test_every_notebook_has_a_page_with_its_outputs() -> None:
+    pictures = BUILD["pages"].notebook_pictures()
+    shown = set()
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
+        assert f"[{path.stem}](notebooks/{path.stem}.md)" in SITE["examples.md"]
+        page = SITE[f"notebooks/{path.stem}.md"]
+        assert page.startswith("# ")
+        kept = notebooks.kept(notebooks.read(path))
+        assert [one.text for one in kept if one.text.strip("\n") not in page] == []
+        linked = re.findall(r"!\[[^]]*\]\((.*)\)", page)
+        assert [pictures[name] for name in linked] == [one.picture for one in kept if one.picture]
+        shown |= {*linked}
+    assert shown == pictures.keys()
+    assert len(shown) >= 6
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import runpy
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from lit_efficient import EMA, ExactResume, LoRA, LowBitOptimizer, StochasticDepth, restore
 from lit_efficient.cli import LitEfficientCLI
@@ -183,9 +185,15 @@ def test_each_script_is_run() -> None:
 @pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers")
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_prints_what_is_kept_in_it(path: Path, example: Any) -> None:
-    """But for the figures, which another processor's arithmetic may change."""
+    """But for the figures, which another processor's arithmetic may change, and the pixels of pictures."""
     notebook = notebooks.read(path)
-    words = [re.sub(r"\d[\d.,]*", "#", text) for text in notebooks.kept(notebook)]
-    assert any(words)
-    assert [re.sub(r"\d[\d.,]*", "#", text) for text in notebooks.printed(notebook)] == words
-    assert path.stat().st_size < 20_000
+    kept, ran = notebooks.kept(notebook), notebooks.ran(notebook)
+    assert any(one.text for one in kept)
+    assert [re.sub(r"\d[\d.,]*", "#", one.text) for one in ran] == [re.sub(r"\d[\d.,]*", "#", one.text) for one in kept]
+    for old, new in zip(kept, ran, strict=True):
+        assert (old.picture is None) == (new.picture is None)
+        if old.picture is not None and new.picture is not None:
+            pictures = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in (old.picture, new.picture)]
+            assert pictures[0].size == pictures[1].size
+            assert all(len(picture.getcolors(2**24) or ()) > 8 for picture in pictures)
+    assert path.stat().st_size < (300_000 if any(one.picture for one in kept) else 20_000)

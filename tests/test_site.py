@@ -16,7 +16,7 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "build" / "docs" / "html"
 PAGES = ("index", "overview", "goals", "techniques", "techniques/LoRA", "techniques/EMA", "matrix", "symptoms", "gpus")
-PAGES += ("measured", "reference/tasks", "migrating")
+PAGES += ("measured", "reference/tasks", "migrating", "notebooks/lora_on_15_pictures")
 SIZES = ((1280, 900), (390, 844))  # a desk and a telephone
 # Run inside of a page: what is wider than its place, and what the page itself scrolls.
 MEASURE = """
