@@ -6,12 +6,15 @@
     python -m benchmarks.quality --show            print the tables of the finished runs
     python -m benchmarks.quality --record          write the tables into figures.json
 
-An arm is a technique in one of six trainings:
+An arm is a technique in one of eight trainings:
 
 - ``digits``: a diffusion transformer on latents of handwritten digits,
 - ``photos``: a diffusion transformer on pixels of crops of two photographs,
 - ``python``: a GPT on Python's standard library,
 - ``autoencoder``: an autoencoder of digits with the technique, frozen, then a diffusion transformer on its latents,
+- ``adapters``: low-rank adapters of a GPT that ``python`` has trained for longer, on the reference of the language in
+  English (``pydoc_data``); ``4-bit adapters``: the same on a base in NF4; both have a table and a correction of p of
+  their own,
 - ``few-step digits`` and ``few-step photos``: the first two, judged by samples in 1, 2, 4 and 50 steps.
 
 Each arm is first run at three learning rates with a tuning seed, then at the best rate with the other seeds.
@@ -51,6 +54,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from pydoc_data.topics import topics
 from types import CodeType
 from typing import Any
 
@@ -62,6 +66,7 @@ from benchmarks import figures
 from benchmarks.clock import use_one_thread
 from lit_efficient.data import digit_images
 from lit_efficient.data.latents import stage_one
+from lit_efficient.data.text.arguments import CorpusFiles
 from lit_efficient.evidence.comparing.estimates import LEVEL, Estimate, holm, mean_of, ratio_of
 from lit_efficient.files.cache import cache_root
 from lit_efficient.losses.snr import RULES
@@ -90,6 +95,8 @@ METRICS = {  # the first one of a run is tuned for
     "photos": _IMAGES,
     "python": ("val/loss",),
     "autoencoder": ("val/frechet_distance",),
+    "adapters": ("val/loss",),
+    "4-bit adapters": ("val/loss",),
     "few-step digits": _SAMPLED,
     "few-step photos": _SAMPLED,
 }
@@ -98,11 +105,15 @@ STEPS = {
     "photos": 320,
     "python": 240,
     "autoencoder": 320,
+    "adapters": 64,
+    "4-bit adapters": 64,
     "few-step digits": 320,
     "few-step photos": 320,
 }
 AUTOENCODER_STEPS = 300
+BASE_STEPS = 960  # of the base of adapters
 SAMPLED = ("few-step digits", "few-step photos")  # only judged by samples, after the last step
+ADAPTED = ("adapters", "4-bit adapters")
 EVALUATIONS = 8
 BASELINE = "baseline"
 LONGER = "flow matching, twice the steps"
@@ -169,6 +180,8 @@ class Arm:
             parts += [self.module, self.few, COUNT]
         if self.task == "autoencoder":
             parts += [AUTOENCODER_STEPS]
+        if self.task in ADAPTED:
+            parts += [BASE_STEPS]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -343,6 +356,32 @@ ARMS = [
 ]
 
 
+_ADAPTER: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+_STARTS = ("pissa", "olora", "eva", "corda", "lora_ga")
+_ADAPTER_RATES = (9e-3, 27e-3)
+
+
+def _adapters(variant: str, **arguments: Any) -> list[Any]:
+    return [le.LoRA(**_ADAPTER, variant=variant, **arguments)]
+
+
+def _on_nf4(variant: str, **arguments: Any) -> list[Any]:
+    return [le.QuantizeBase("nf4", keep_source=variant == "loftq"), *_adapters(variant, **arguments)]
+
+
+def _adapted(task: str, name: str, callbacks: Callable[[], list[Any]]) -> Arm:
+    return Arm(task, name, callbacks, rates=_ADAPTER_RATES)
+
+
+ARMS += [
+    _adapted("adapters", BASELINE, partial(_adapters, "lora")),
+    *(_adapted("adapters", f"LoRA {variant}", partial(_adapters, variant)) for variant in (*_STARTS, "lora_fa")),
+    _adapted("4-bit adapters", BASELINE, partial(_on_nf4, "lora")),
+    _adapted("4-bit adapters", "LoRA loftq", partial(_on_nf4, "loftq")),
+    _adapted("4-bit adapters", "LoRA loftq, 5 rounds", partial(_on_nf4, "loftq", start_rounds=5)),
+]
+
+
 DISTILLED = ("ConsistencyDistillation", "DistributionMatching")
 FEW_BASELINES = {
     task: Arm(task, BASELINE, lambda: [le.EMA()], rates=(_FLOW_RATE,), few=(*FEW, MANY)) for task in SAMPLED
@@ -431,6 +470,50 @@ def make_python(arm: Arm, rate: float, seed: int) -> tuple[Any, Any]:
     return le.LanguageModeling(**given | dict(arm.settings)), data
 
 
+class Adapted(le.LanguageModeling):
+    """A language model that starts from the weights of a file."""
+
+    base = ""
+
+    def configure_model(self) -> None:
+        """Build the network, and load the weights before techniques change it."""
+        new = self.network is None
+        super().configure_model()
+        if new:
+            self.network.load_state_dict(torch.load(self.base, weights_only=True))
+
+
+def base_of_adapters() -> Path:
+    """Return the file with the weights of a GPT that the training ``python`` has made. It is trained once."""
+    file = cache_root() / "quality" / f"base {BASE_STEPS}.pt"
+    if not file.exists():
+        arm = Arm("python", BASELINE, steps=BASE_STEPS)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        train(arm, 3e-3, 0, lambda module: torch.save(module.network.state_dict(), file))
+    return file
+
+
+def make_adapters(arm: Arm, rate: float, seed: int) -> tuple[Any, Any]:
+    """The GPT of ``make_python``, on English text with the tokens of its base."""
+    module, corpus = make_python(arm, rate, seed)
+    module = Adapted(model=module.model, learning_rate=rate)
+    module.base = str(base_of_adapters())
+    corpus.prepare_data()
+    folder = cache_root() / "quality" / "topics"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in topics.items():
+        (folder / f"{name}.txt").write_text(text, "utf-8")
+    data = le.PythonCorpus(
+        sequence_length=128,
+        batch_size=8,
+        val_batch_size=32,
+        val_fraction=0.1,
+        files=CorpusFiles([str(folder)], (".txt",)),
+        tokenizer_file=str(corpus._folder / "tokenizer.json"),
+    )
+    return module, data
+
+
 class OwnDigits(le.LatentDigits):
     """Digits as latents of a given autoencoder."""
 
@@ -484,6 +567,8 @@ MAKE = {
     "digits": make_digits,
     "photos": make_photos,
     "python": make_python,
+    "adapters": make_adapters,
+    "4-bit adapters": make_adapters,
     "few-step digits": make_digits,
     "few-step photos": make_photos,
 }
@@ -544,13 +629,18 @@ def _teacher(task: str, seed: int) -> Path:
     return file
 
 
-def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
-    """Train one run. Return its curves by metric. A baseline of the few-step trainings is kept as a teacher."""
+def train(arm: Arm, rate: float, seed: int, keep: Callable[[Any], None] | None = None) -> dict[str, Curve]:
+    """Train one run. Return its curves by metric, and give the module to ``keep`` at the end.
+
+    A baseline of the few-step trainings is kept as a teacher.
+    """
     steps = arm.steps or STEPS[arm.task]
     sampled = arm.task in SAMPLED
     evaluations = 1 if sampled else EVALUATIONS
     if arm.module in DISTILLED:
         _teacher(arm.task, seed)
+    if arm.task in ADAPTED:
+        base_of_adapters()
     before = 0.0  # seconds of an autoencoder's training
     if arm.task == "autoencoder":
         _, before = autoencoder_of(arm, seed)
@@ -573,6 +663,9 @@ def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
 
     module.configure_optimizers = configure_optimizers
     callbacks = [] if arm.task == "autoencoder" else arm.callbacks()
+    for one in callbacks:
+        if isinstance(one, le.LoRA):
+            one.seed = seed
     trainer = Trainer(
         max_steps=steps,
         val_check_interval=steps // evaluations,
@@ -581,6 +674,8 @@ def train(arm: Arm, rate: float, seed: int) -> dict[str, Curve]:
         **QUIET,
     )
     trainer.fit(module, datamodule=data)
+    if keep is not None:
+        keep(module)
     if sampled and arm.name == BASELINE:
         module.codec = None  # that of photos cannot be saved, and distillation has it from the data
         file = _file_of(arm, rate, seed)
@@ -815,8 +910,10 @@ def lines(found: Mapping[Key, Estimate]) -> Iterator[str]:
 # Where it is kept ---------------------------------------------------------------------------------------------------
 
 COMMAND = "python -m benchmarks.quality"
+_STEPS = ["Training", "Technique", "Until equal", "Steps", "CPU seconds", "p of steps, seconds", "Steps are"]
 _COLUMNS = {
-    "quality": ["Training", "Technique", "Until equal", "Steps", "CPU seconds", "p of steps, seconds", "Steps are"],
+    "quality": _STEPS,
+    "adapter_starts": _STEPS,
     "few_steps": [
         "Training",
         "Task",
@@ -858,7 +955,7 @@ def _record(
     }
 
 
-def kept(found: Mapping[Key, Estimate]) -> list[dict[str, Any]]:
+def kept(found: Mapping[Key, Estimate], name_of_table: str = "quality") -> list[dict[str, Any]]:
     """Return the records for figures.json of all rows for which every seed has run."""
     records = []
     for (task, name, metric, what), steps in found.items():
@@ -869,7 +966,7 @@ def kept(found: Mapping[Key, Estimate]) -> list[dict[str, Any]]:
         values = {"steps": _shown(steps), "seconds": _shown(seconds), "p": ps, "verdict": verdict(steps)}
         cells = [task, name, metric.removeprefix("val/").replace("_", " ")]
         unit = "with it / without it, geometric mean over seeds, 95 % interval"
-        records.append(_record("quality", (task, name, metric), cells, values, unit))
+        records.append(_record(name_of_table, (task, name, metric), cells, values, unit))
     return records
 
 
@@ -940,13 +1037,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{count} pieces are known to be left" if count else "all has been run", flush=True)
     rows = records(file)
     # p is corrected over all arms that have run, also if --only shows a part of them.
-    found = table(ARMS, rows)
+    found = table([arm for arm in ARMS if arm.task not in ADAPTED], rows)
+    adapted = table([arm for arm in ARMS if arm.task in ADAPTED], rows)
     few = few_step_table(ARMS, rows)
     shown = {(arm.task, arm.name) for arm in arms}
-    for one in (found, few):
+    for one in (found, adapted, few):
         print("\n".join(lines({key: estimate for key, estimate in one.items() if key[:2] in shown})))
     if given.record:
         record("quality", kept(found))
+        record("adapter_starts", kept(adapted, "adapter_starts"))
         record("few_steps", kept_few(few, ARMS, rows))
     return 0
 
