@@ -39,6 +39,7 @@ from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.files.cache import read_manifest
 from lit_efficient.losses.next_token import IGNORE
 from lit_efficient.mechanisms.order.keyed_batch_sampler import data_parallel_part, loading, no_loaders
+from lit_efficient.mechanisms.order.length_sampler import LengthSampler
 from lit_efficient.mechanisms.order.mixture_sampler import MixtureSampler, schedule_mean
 from lit_efficient.mechanisms.order.stream_loader import StreamLoader
 
@@ -62,6 +63,11 @@ class PackedDocuments(Dataset[PackedRow]):
         row.source = bisect_right(self._ends, index)
         row.pictured = self.documents.pictured(int(self.pieces.document[self.bins[index][0]]))
         return row
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each row [N], for rows of one piece each."""
+        return self.pieces.lengths[self.bins.items]
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -90,6 +96,7 @@ class LanguageData(ChatDataModule):
             hold images, and their tokens count. Needs ``pack: false`` and ``chat.truncation: drop``.
         max_length: Tokens of a packed row, and of the longest document.
         pack: Pack several documents into a row. false: one padded document in each row.
+        by_length: Form training batches of rows with similar lengths, which need less padding. Needs ``pack: false``.
         batch_size: Rows in a training batch, for each process.
         val_batch_size: Rows in a validation batch. null: ``batch_size``.
         val_fraction: Share of the rows held out for validation if ``val`` is null, at least 0 and below 1. 0: train on
@@ -121,6 +128,7 @@ class LanguageData(ChatDataModule):
         processor: str | None = None,
         max_length: int = 1024,
         pack: bool = True,
+        by_length: bool = False,
         batch_size: int = 4,
         val_batch_size: int | None = None,
         val_fraction: float = 0.05,
@@ -162,7 +170,11 @@ class LanguageData(ChatDataModule):
                 "LanguageData: mixture needs sources with names or weights, as in train: [{path: a.jsonl, weight: 2}, "
                 "{path: b.jsonl, weight: 1}]."
             )
+        if by_length and (pack or self.mixes or stream.enabled):
+            allowed = "false with packed rows, which have no padding, with a mixture and with a stream"
+            raise refusal("LanguageData", "by_length", allowed, by_length)
         self.pack = pack
+        self.by_length = by_length
         self.mixture = mixture
         self.stream = stream
         self.train_on = chat.train_on
@@ -202,6 +214,9 @@ class LanguageData(ChatDataModule):
             epochs = self.mixture.epochs
             sampler = MixtureSampler(self.train_rows.sizes, self._passes(), self.seed, **place, epochs=epochs)
             order = {"sampler": sampler}
+        elif self.by_length:
+            place = data_parallel_part(self.trainer)
+            order = {"sampler": LengthSampler(self.train_rows.lengths, self.batch_size, self.seed, **place)}
         return DataLoader(
             self.train_rows,
             self.batch_size,

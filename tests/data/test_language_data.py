@@ -367,8 +367,19 @@ def test_own_columns(tmp_path: Path) -> None:
     assert found
 
 
-def test_interrupted_and_resumed_equals_uninterrupted_with_two_workers(tmp_path: Path) -> None:
-    data = ready(language_data(tmp_path, num_workers=2, max_length=32))
+def test_batches_of_similar_lengths_have_less_padding_and_all_rows(tmp_path: Path) -> None:
+    data = {by: ready(language_data(tmp_path, pack=False, by_length=by, val_fraction=0)) for by in (False, True)}
+    padding = {}
+    for by, one in data.items():
+        batches = list(one.train_dataloader())
+        padding[by] = sum(batch["input_ids"].numel() for batch in batches) - int(one.train_rows.lengths.sum())
+        assert len(set(answers(one, batches))) == COUNT
+    assert padding[True] < padding[False] / 1.5
+
+
+@pytest.mark.parametrize("changes", [{"max_length": 32}, {"pack": False, "by_length": True, "batch_size": 3}])
+def test_interrupted_and_resumed_equals_uninterrupted_with_two_workers(tmp_path: Path, changes: Any) -> None:
+    data = ready(language_data(tmp_path, num_workers=2, **changes))
 
     def loader():
         return make_resumable(data.train_dataloader(), seed=3, rank=0, epoch=lambda: 1)
@@ -423,6 +434,7 @@ def test_a_tokenizer_is_trained_on_the_training_rows_alone(tmp_path: Path) -> No
         ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
         ({"tokenizer": None, "chat": LanguageChat(template="chatml")}, "chat.template needs a tokenizer"),
         ({"train": []}, "must name at least one source"),
+        ({"by_length": True}, "by_length must be false with packed rows, which have no padding"),
         ({"stream": LanguageStream(enabled=True)}, "stream.enabled needs a tokenizer and val"),
     ],
 )

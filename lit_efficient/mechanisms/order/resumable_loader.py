@@ -31,12 +31,13 @@ from lit_efficient.errors import ConfigurationError
 from lit_efficient.internals.lightning_data import sampler_inside
 from lit_efficient.internals.torch_loaders import PlannedLoader, copied
 from lit_efficient.mechanisms.order.keyed_batch_sampler import KeyedBatchSampler
+from lit_efficient.mechanisms.order.length_sampler import LengthSampler
 from lit_efficient.mechanisms.order.mixture_sampler import MixtureSampler
 from lit_efficient.mechanisms.order.resumable_sampler import ResumableSampler
 
 _REPLACEABLE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 # The order of these samplers is a pure function of a seed and of the epoch and round that the loader sets.
-_PURE = (ResumableSampler, MixtureSampler, KeyedBatchSampler)
+_PURE = (ResumableSampler, LengthSampler, MixtureSampler, KeyedBatchSampler)
 # The two seeds of a batch are unrelated: one for fetching it, one for the hooks and the training step after it.
 _FETCH = 0
 _STEP = 1
