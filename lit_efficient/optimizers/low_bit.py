@@ -94,8 +94,8 @@ def to_low_bit(
     if not decay_norm_and_bias:
         settings["no_decay"] = {p for p in parameters if not decays(p)}
     check_installed(who, backend)
+    silence_imports()
     if backend == "torchao":
-        silence_imports()
         from lit_efficient.optimizers import low_bit_torchao as ao
 
         cls = ao.AdamLowBit if twin_name == "Adam" else ao.AdamWLowBit

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lit_efficient.application.optimizers import optimized_by
 from lit_efficient.declaration import Report, format_bytes, held
 from lit_efficient.errors import ConfigurationError, ConflictError, NoEffectError, check_installed
+from lit_efficient.internals.import_noise import silence_imports
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, find_experts, find_targets
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Subspace, as_matrices
 from lit_efficient.surgery import become, is_sharded
@@ -74,6 +75,7 @@ def to_low_rank(
     low_bit = {p for p in every if bits == 8 and p not in keep_32bit and moments[p] >= _SMALLEST_LOW}
     if bits == 8:
         check_installed(who, "bitsandbytes")
+        silence_imports()  # the first step imports it
         if not low_bit:
             raise NoEffectError(
                 f"{who}: bits must be 32, because no moments have {_SMALLEST_LOW:,} elements, got {bits}"

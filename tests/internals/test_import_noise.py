@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from lit_efficient.internals.import_noise import NOISE, silence_imports
+from lit_efficient.optimizers.low_bit import to_low_bit
+from lit_efficient.optimizers.low_rank import to_low_rank
+from lit_efficient.optimizers.low_rank_adamw import RandomDirections
 from tests.internals.leaning import leans_on
 
 # Prints the loggers of which something is left out; what is not left out goes to the standard error.
@@ -56,6 +59,18 @@ def test_other_records_are_heard(caplog, monkeypatch):
         logger.warning("x%sx", text)
         logger.warning("a warning")
     assert caplog.messages == ["a warning"] * len(NOISE)
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_code_that_converts_an_optimizer_itself_hears_nothing(low_rank, monkeypatch):
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    monkeypatch.setattr(logger, "filters", [])
+    optimizer = torch.optim.AdamW([weight := torch.nn.Parameter(torch.zeros(128, 256))])
+    if low_rank:
+        to_low_rank(optimizer, [weight], RandomDirections(32, 10, 1.0, False), bits=8)
+    else:
+        to_low_bit(optimizer)
+    assert not logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, NOISE[logger.name], (), None))
 
 
 # What a user sees of the libraries below these techniques, from the programs as they are started.
