@@ -3,9 +3,9 @@
 import pytest
 from lightning.pytorch import LightningDataModule
 
-from lit_efficient import LanguageModeling, LoRA
+from lit_efficient import LanguageData, LanguageModeling, LoRA
 from lit_efficient.errors import ConfigurationError
-from lit_efficient.evidence.fits import Change, Fit, give_arguments
+from lit_efficient.evidence.fits import Change, Fit, batch_setting, give_arguments
 from lit_efficient.evidence.planning.plan_search import Predictions
 from lit_efficient.evidence.planning.plan_settings import batch_lever, length_lever, rank_lever
 from lit_efficient.models.networks.gpt import GPTConfig
@@ -64,6 +64,22 @@ def test_the_batch_of_a_data_module_may_be_that_of_another_one():
     fit = Fit(trainer(max_steps=1), Toy(), Encoded(Rows()))
     fit.change({"data.images.batch_size": 9})
     assert fit.data.images.batch_size == 9
+
+
+def test_the_batch_size_is_found_in_data_that_is_not_set_up():
+    """A plan of few of a network's blocks sets up the data of these smaller fits only."""
+    rows = LanguageData(train="rows.jsonl", tokenizer="folder", batch_size=3)
+    with pytest.raises(RuntimeError, match="setup"):
+        rows.tokenizer  # noqa: B018
+    fit = Fit(trainer(max_steps=1), Toy(), rows)
+    assert batch_setting(fit) == ("data.batch_size", 3)
+
+    def predict(change: Change):
+        length = change.settings.get("data.max_length", 1024)
+        return plan_of({"activations": length}, 3, unit="tokens", amount=3 * length)
+
+    known = Predictions(predict, 4096)
+    assert length_lever(fit, known, known()).names == ("data.max_length",)
 
 
 def test_a_batch_that_nothing_changes_is_no_setting():

@@ -13,6 +13,7 @@ from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, batch_setting
 from lit_efficient.evidence.planning.plan_search import Found, Predictions, Refusal, changed, largest
+from lit_efficient.mechanisms.trials.batch_size import stored_argument
 
 if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan import Plan
@@ -139,7 +140,7 @@ def _numbers_of(fit: Fit) -> Iterator[tuple[str, int]]:
         stored = getattr(owner, "hparams", None)
         arguments = {}
         for name in inspect.signature(type(owner)).parameters:
-            value = getattr(owner, name, None)
+            value = stored_argument(owner, name)
             # An argument need not be an attribute, but may be saved as a hyperparameter.
             if value is None and isinstance(stored, Mapping):
                 value = stored.get(name)

@@ -191,9 +191,20 @@ def paths_to(holder: object, name: str) -> list[str]:
     """
     paths = [name]
     for argument in inspect.signature(type(holder)).parameters:
-        if isinstance(getattr(holder, argument, None), LightningDataModule):
+        if isinstance(stored_argument(holder, argument), LightningDataModule):
             paths.append(f"{argument}.{name}")
     return paths
+
+
+def stored_argument(holder: object, name: str) -> Any:
+    """Return the attribute that has the name of an argument, or ``None`` without one.
+
+    A property of that name may raise an error before `setup`, such as the tokenizer of a DataModule. It is no setting.
+    """
+    try:
+        return getattr(holder, name, None)
+    except Exception:  # properties raise different errors
+        return None
 
 
 def places_of(holder: Any, path: str) -> list[tuple[Any, str]]:
