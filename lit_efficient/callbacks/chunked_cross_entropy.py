@@ -57,7 +57,7 @@ class ChunkedCrossEntropy(Technique):
 
     phase = Phase.RECOMPUTE
     computes = "same"
-    helps = {"memory": (3, "the logits of a language model, at no cost")}
+    helps = {"memory": (3, "the logits of a language model, at little cost")}
 
     def __init__(
         self, chunk_size: int | None = None, backend: str = "auto", z_loss: float = 0.0, label_smoothing: float = 0.0

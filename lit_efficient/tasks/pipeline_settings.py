@@ -275,7 +275,7 @@ def _amounts(process: DiffusionProcess) -> tuple[object, ...]:
 
 
 def _process_text(process: DiffusionProcess) -> str:
-    """Return the process in a few words."""
+    """Return a short description of a noise process."""
     words = [str(process.schedule)]
     if process.schedule in ("linear", "scaled_linear"):
         words.append("betas {:g} to {:g}".format(*process.betas_range))

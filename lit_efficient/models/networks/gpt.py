@@ -106,7 +106,7 @@ class GPTConfig:
 
     @property
     def mlp_dim(self) -> int:
-        """Return the width inside the SwiGLU, with None resolved."""
+        """Return the width inside the SwiGLU: ``hidden_dim``, or the default width if it is ``None``."""
         if self.hidden_dim is None:
             return -(-8 * self.dim // (3 * 32)) * 32
         return self.hidden_dim
