@@ -315,6 +315,11 @@ def _optimizers(task: str) -> list[Arm]:
     ]
 
 
+def _experts(name: str, **how: Any) -> Arm:
+    """Return experts for the FLOPs of the dense network; ``MixtureOfExperts, equal FLOPs`` has the balancing loss."""
+    return Arm("python", name, lambda: [le.MixtureOfExperts(4, 1, balance_loss=0.0, **how)], group="experts")
+
+
 def _schedule_free(module: Any, rate: float) -> torch.optim.Optimizer:
     return le.ScheduleFreeAdamW(module.parameters(), rate, (0.9, 0.99), weight_decay=0.05)
 
@@ -348,6 +353,8 @@ ARMS = [
     Arm("python", "SequenceLengthRamp", lambda: [le.SequenceLengthRamp(32, 128, 0.3)]),
     Arm("python", "MixtureOfDepths", lambda: [le.MixtureOfDepths(0.5)]),
     Arm("python", "MultiTokenPrediction", lambda: [le.MultiTokenPrediction()]),
+    _experts("MixtureOfExperts, balanced by the bias", bias_rate=0.001),
+    _experts("MixtureOfExperts, not balanced"),
     Arm("python", "NEFTune", lambda: [le.NEFTune()]),
     Arm("python", "LabelSmoothing", lambda: [le.LabelSmoothing(0.1)]),
     Arm("autoencoder", BASELINE, rates=(_FLOW_RATE,)),

@@ -33,6 +33,7 @@ LEFT_OUT |= {f"techniques/{name}" for name in ("float8_precision", "latent_align
 LEFT_OUT |= {f"techniques/{name}" for name in ("fast_matmul", "exact_resume", "feature_matching")}
 LEFT_OUT |= {f"techniques/{name}" for name in ("no_bias_before_norm", "replace_head")}
 LEFT_OUT |= {f"scale/{path.stem}" for path in (CONFIGS / "scale").glob("zero_*.yaml")} | {"scale/long_rows"}
+LEFT_OUT |= {"scale/expert_parallel", "techniques/experts_backend", "techniques/loss_free_balancing"}  # need experts
 LEFT_OUT |= {"techniques/neftune", "techniques/prompt_tuning"}  # beside llm/lora, as above
 SMALL = {"token_routing": "before=0", "apollo": "rank=2", "galore": "rank=2", "low_bit_optimizer": "min_size=64"}
 

@@ -63,16 +63,21 @@ class Parallel:
             of Hugging Face) and compute on the same batch.
         context: Number of processes that share each row of tokens and hold a slice of it (context parallelism, for rows
             too long for one process): GPT, and Hugging Face's models with plain causal attention.
+        experts: Whether each process holds whole experts of a network of Hugging Face, and tokens are sent to them
+            (expert parallelism), instead of gathering the weights of all experts.
     """
 
     tensor: int = 1
     context: int = 1
+    experts: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name, value in (("tensor", self.tensor), ("context", self.context)):
             check_number("ShardedStrategy", f"parallel.{name}", value, least=1, whole=True)
         if self.tensor > 1 < self.context:
             raise refusal("ShardedStrategy", "parallel.context", "1 with parallel.tensor above 1", self.context)
+        if self.experts and self.tensor * self.context > 1:
+            raise refusal("ShardedStrategy", "parallel.experts", "false with parallel.tensor or context above 1", True)
 
 
 def plan_of(root: nn.Module, processes: int) -> dict[str, str]:

@@ -106,6 +106,15 @@ def set_experts_way(network: Any, name: str) -> None:
         network.set_experts_implementation(name)
 
 
+def token_exchange() -> Any:
+    """Return the class that sends tokens to the processes of their experts: ``AllToAllEP`` of transformers 5.21."""
+    try:
+        from transformers.distributed.expert_parallel import AllToAllEP
+    except ImportError as error:
+        raise ConfigurationError("ShardedStrategy: parallel.experts needs transformers 5.21 or later") from error
+    return AllToAllEP
+
+
 def from_config(kind: Any, config: object, **options: object) -> Any:
     """Build a transformers model with random weights: ``from_config`` of auto classes, else ``_from_config``."""
     make = getattr(kind, "from_config", None) or kind._from_config

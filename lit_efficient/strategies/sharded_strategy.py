@@ -30,6 +30,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lit_efficient.declaration import overrides, techniques_of
+from lit_efficient.distributed.expert_parallel import check_experts, divide_experts
 from lit_efficient.distributed.ranks import check_batches
 from lit_efficient.distributed.row_slices import ROW_AMOUNT, own_slices, share_rows
 from lit_efficient.distributed.shards import (
@@ -137,6 +138,8 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
         check_number(who, "replicas", replicas, least=1, whole=True)
         if replicas > 1 < parallel.tensor:
             raise refusal(who, "replicas", "1 with parallel.tensor above 1", replicas)
+        if parallel.experts and (replicas > 1 or offload):
+            raise refusal(who, "parallel.experts", "false with replicas above 1 or offload", True)
         if not isinstance(reshard_after_forward, bool):
             check_number(who, "reshard_after_forward", reshard_after_forward, least=2, whole=True)
         if not blocks:
@@ -230,6 +233,9 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
         same_everywhere(module, self.root_device)
         divided = self._divide(module)
         how: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._policy(), "offload_policy": self._offload()}
+        if self.parallel.experts:
+            how["ignored_params"] = divide_experts(module, self._mesh)
+            divided += f"; {count(how['ignored_params']):,} parameters are of experts, to which tokens are sent"
         for together in wide:
             exact = MixedPrecisionPolicy(cast_forward_inputs=False)
             fully_shard(together, reshard_after_forward=self.reshard_after_forward, **how | {"mp_policy": exact})
@@ -299,6 +305,8 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
             plan_of(module, self.parallel.tensor)
         if self.parallel.context > 1:
             check_slices(module, trainer_of(module))
+        if self.parallel.experts:
+            check_experts(module, world)
 
     def _check_sizes(self, world: int) -> None:
         sizes = {"parallel.tensor": self.parallel.tensor, "parallel.context": self.parallel.context}

@@ -32,10 +32,10 @@ FIELDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def decoder(family: str) -> Any:
+def decoder(family: str, **fields: Any) -> Any:
     """Return a small language model of a family with experts, with random weights."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | FIELDS[family])
+    config = getattr(transformers, f"{family}Config")(**SIZES | FIELDS[family] | fields)
     network = getattr(transformers, f"{family}ForCausalLM")(config)
     for p in network.parameters():
         nn.init.normal_(p, std=0.2)

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_efficient import (
+    ActivationCheckpointing,
     AsyncCheckpoint,
     BlockSwap,
     ChunkedCrossEntropy,
@@ -63,6 +64,7 @@ from lit_efficient.internals.lightning_strategies import readers
 from lit_efficient.models.networks.dit import DiT, DiTConfig
 from lit_efficient.models.networks.gpt import GPT, GPTConfig
 from lit_efficient.surgery import memory_of
+from tests.callbacks.test_experts_backend import decoder
 from tests.contract.effects import GRAPHS
 from tests.contract.row import Row
 from tests.contract.table import CASES, network_of
@@ -109,6 +111,18 @@ class Odd(Net):
         for block in self.blocks[:-1]:
             x = block(x)
         return self.head(x)
+
+
+class Mixtral(nn.Module):
+    """A language model with four experts in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = decoder("Mixtral", num_local_experts=4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.network((2 * x + 4).long().clamp(0, 7)).logits
+        return logits[..., 0]
 
 
 class Steps(L.Callback):
@@ -208,6 +222,9 @@ def _others() -> list[tuple[str, Any, Any, dict[str, Any]]]:
         ("StochasticRounding", StochasticRounding, Net, {"precision": "bf16-true"}),
         ("inductor", Compile, Small, {}),  # the row's only counts its graphs
         ("RankWatch", RankWatch, Net, {}),
+        ("experts", L.Callback, Mixtral, {"gradient_clip_val": 0.05}),
+        ("experts accumulated", ActivationCheckpointing, Mixtral, {"accumulate_grad_batches": 2}),
+        ("experts adapted", partial(LoRA, rank=2, targets="all-linear+experts"), Mixtral, {}),
         ("SafeCheckpointIO", L.Callback, Net, {"plugins": [SafeCheckpointIO()]}),
         *((kind.__name__, partial(Steps, kind), Net, {"gradient_clip_val": 0.05}) for kind in OPTIMIZERS),
         *((kind.__name__, partial(Steps, scheduler=partial(kind, **more)), Net, {}) for kind, more in SCHEDULERS),
@@ -242,6 +259,17 @@ def techniques(names: Sequence[str], sharding: Any = None) -> None:
         if dist.get_rank() == 0:
             torch.save(found, f"{name}.pt")
         dist.barrier()
+
+
+def experts(names: Sequence[str]) -> None:
+    """Experts divided among the ranks, each whole on one of them; and written in one file."""
+    divided = {"parallel": Parallel(experts=True)}
+    techniques(names, divided)
+    half, _, _ = fit(list, Mixtral, 1, sharding=divided | {"save_distributed_checkpoint": False})
+    half.save_checkpoint("file.ckpt", weights_only=False)
+    stack = half.lightning_module.net.network.model.layers[0].mlp.experts
+    assert stack.down_proj.shape[0] == 4  # of all ranks
+    assert stack.down_proj.to_local().shape[0] == stack.num_experts == 2
 
 
 def worlds() -> None:

@@ -21,6 +21,7 @@ from lit_efficient import (
 from lit_efficient.__main__ import main
 from lit_efficient.catalog import PACKAGE
 from lit_efficient.commands.average import average_files
+from lit_efficient.distributed.expert_parallel import check_experts
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.distributed.units import owns_its_parameters
 from lit_efficient.errors import CheckpointError
@@ -126,6 +127,36 @@ def test_checkpoints_go_from_two_processes_to_one_and_back(tmp_path: Path, monke
 @pytest.mark.turns(6, family="ranks")
 def test_threads_write_the_shards_that_the_processes_write(tmp_path: Path) -> None:
     run_ranks(sharded.saved_later, tmp_path)
+
+
+@pytest.mark.turns(6, family="ranks")
+def test_divided_experts_train_as_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, clipping, accumulation, recomputation, adapters and resumes; checkpoints are read by one process."""
+    monkeypatch.chdir(tmp_path)
+    names = ("experts", "experts accumulated", "experts adapted")
+    run_ranks(sharded.experts, tmp_path, names)
+    assert set(as_one_process(names, tmp_path).values()) == {"works"}
+    _, straight, _ = sharded.fit(list, sharded.Mixtral)
+    for path in ("experts.ckpt", "file.ckpt"):
+        assert Path(path).is_dir() is (path == "experts.ckpt")
+    more = {"plugins": [SafeCheckpointIO()]}
+    _, losses, _ = sharded.fit(list, sharded.Mixtral, 2, "file.ckpt", **more)
+    torch.testing.assert_close(losses, straight[len(straight) // 2 :], rtol=1e-5, atol=1e-5)
+    _, clipped, _ = sharded.fit(list, sharded.Mixtral, gradient_clip_val=0.05)
+    _, losses, _ = sharded.fit(list, sharded.Mixtral, 2, "experts.ckpt", gradient_clip_val=0.05, **more)
+    torch.testing.assert_close(losses, clipped[len(clipped) // 2 :], rtol=1e-5, atol=1e-5)
+
+
+def test_experts_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"parallel\.experts divides stacked experts.*Net has none"):
+        check_experts(Net(), 2)
+    with pytest.raises(ConfigurationError, match="has 4 experts, which 3 processes cannot divide"):
+        check_experts(sharded.Mixtral(), 3)
+    with pytest.raises(ConfigurationError, match=r"parallel\.experts must be false with parallel\.tensor or context"):
+        Parallel(tensor=2, experts=True)
+    for how in ({"replicas": 2}, {"offload": True}):
+        with pytest.raises(ConfigurationError, match=r"parallel\.experts must be false with replicas above 1"):
+            ShardedStrategy(parallel=Parallel(experts=True), **how)
 
 
 def test_all_processes_place_a_file_s_tensors_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
