@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lit_efficient.cli.tree import as_list
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import remove_whole, replacing
+from lit_efficient.files.background import finish_writing
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.files.events import open_events, write_event
 from lit_efficient.files.runs import LATEST, hold, new_folder, point_latest, read_record, real, write_record
@@ -410,6 +411,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the checkpoint its name, also if an earlier process was killed before it could."""
+        finish_writing()
         written = Path(trainer.default_root_dir, END)
         last = Path(trainer.default_root_dir, LAST)
         if not trainer.strategy.broadcast(written.exists()):

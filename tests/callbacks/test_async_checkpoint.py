@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lit_efficient import AsyncCheckpoint, ConfigurationError, ExactResume, SafeCheckpointIO
+from lit_efficient.cli.run_folder import LastCheckpoint
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.plugins import safe_checkpoint_io
@@ -33,7 +35,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def fitted(callbacks: list[Callback], **arguments: Any) -> Any:
-    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     return fit(Tiny(), callbacks, plugins=[SafeCheckpointIO()], enable_checkpointing=saves, **arguments)
 
 
@@ -103,6 +105,20 @@ def test_an_error_reaches_the_user_and_the_previous_checkpoint_stays(
     run = fitted([AsyncCheckpoint()], max_epochs=1)
     run.save_checkpoint(tmp_path / "after.ckpt")  # outside of fit: synchronous
     assert torch.load(tmp_path / "after.ckpt", weights_only=True)["global_step"] == run.global_step
+
+
+def test_the_last_step_of_a_command_has_its_name_when_the_fit_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = safe_checkpoint_io.save_atomically
+
+    def slowly(content: object, target: Path) -> None:
+        time.sleep(0.2)
+        save(content, target)
+
+    monkeypatch.setattr(safe_checkpoint_io, "save_atomically", slowly)
+    fitted([AsyncCheckpoint(), LastCheckpoint()], max_epochs=1, default_root_dir=tmp_path)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
 
 
 class OwnWriter(SingleDeviceStrategy):
