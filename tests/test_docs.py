@@ -254,6 +254,16 @@ def test_nothing_is_installed_from_an_index_before_a_release() -> None:
     assert {*listed} == {*extras}
 
 
+def test_configs_that_are_said_to_resume_exactly_do() -> None:
+    read = {name: yaml.safe_load(path.read_text("utf-8")) for name, path in configs.known().items()}
+    whole = {name: one for name, one in read.items() if {"model", "data", "trainer"} <= {*one}}
+    whole = {
+        name: one for name, one in whole.items() if isinstance(one["model"], dict) and "class_path" in one["model"]
+    }
+    assert len(whole) > 20
+    assert [name for name, one in whole.items() if "ExactResume" not in str(one["trainer"].get("callbacks"))] == []
+
+
 def test_the_sizes_that_fit_are_what_the_bytes_give() -> None:
     rows = [row for row in rows_of(page("gpus.md")) if len(row) == 6 and row[2].endswith(" B")]
     assert len(rows) == 6

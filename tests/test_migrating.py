@@ -10,6 +10,7 @@ import types
 import typing
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from lit_efficient import PUBLIC
 from lit_efficient.__main__ import SUBCOMMANDS
 from lit_efficient.catalog import PACKAGE
 from lit_efficient.files import configs
-from tests.documents import ROOT, page, rows_of
+from tests.documents import PAGES, ROOT, page, rows_of
 
 SECTIONS = {part.partition("\n")[0]: part for part in page("migrating.md").split("\n## ")[1:]}
 TABLES = {name: rows_of(part) for name, part in SECTIONS.items()}
@@ -256,3 +257,30 @@ def test_a_wrong_word_in_our_column_is_found() -> None:
         ("LoRa", ()),
     ):
         assert not is_known(word, classes), word
+
+
+def test_fields_of_peft_have_the_names_that_are_told() -> None:
+    from peft import LoraConfig
+
+    text = " ".join(SECTIONS["Hugging Face's Trainer"].split())
+    theirs, ours = re.search(r"corresponds to \[`LoRA`\]\(\S+\): (.*?) are (.*?), and `rank_pattern`", text).groups()
+    names = re.findall(r"`(\w+)`", theirs)
+    told = re.findall(r"`([^`]+)`", ours)
+    assert len(names) == len(told) >= 7
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert {*names, "trainable_token_indices", "rank_pattern", "alpha_pattern"} <= fields
+    words = ["patterns", *(word for span in told for word in span.split(": "))]
+    assert [word for word in words if not is_known(word, ("LoRA",))] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_arguments_that_a_page_gives_to_a_class_exist(path: Path) -> None:
+    """Each "`x`, `y` of `Class`" and "`Class` with `x`"."""
+    text = " ".join(re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE).split())
+    several = r"((?:`[a-z_]+`(?:, | and | or |, and )?)+)"
+    pairs = [(name, words) for words, name in re.findall(several + r" of \[?`([A-Z]\w+)`", text)]
+    pairs += re.findall(r"`([A-Z]\w+)`(?:\]\(\S+\))? with " + several, text)
+    for name, words in pairs:
+        if name in PUBLIC or hasattr(callbacks, name):
+            for word in re.findall(r"`([a-z_]+)`", words):
+                assert is_known(word, (name,)) or word in dir(getattr(lit_efficient, name, None)), (name, word)

@@ -3,6 +3,7 @@
 import json
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from lit_efficient import ConfigurationError
 from lit_efficient.__main__ import main
 from lit_efficient.cli.preflight import go_offline_without_key
 from lit_efficient.cli.tree import flat
+from lit_efficient.cli.wandb_exports import Training, log_export
 from lit_efficient.files.runs import real
 from lit_efficient.internals.lightning_wandb import begin_late
 from tests.cli.toy_runs import OVERLAYS, fit
@@ -130,6 +132,22 @@ def test_an_export_is_an_artifact_that_names_its_training_and_its_checkpoint(off
     assert (about["run"], about["checkpoint"]) == ("lit_efficient/chosen", "last.ckpt")
     (model,) = (one.artifact for one in records(trained) if one.artifact.type == "model")  # what the fit has uploaded
     assert about["input"] in {f"lit_efficient/{model.name}:{alias}" for alias in model.aliases}
+
+
+@pytest.mark.parametrize("is_uploaded", [True, False])
+def test_online_an_uploaded_checkpoint_is_the_input_of_an_export(is_uploaded, monkeypatch, tmp_path):
+    import wandb
+
+    run = mock.MagicMock(offline=False, url="https://there")
+    run.__enter__.return_value = run
+    monkeypatch.setattr(wandb, "init", lambda **options: run)
+    monkeypatch.setattr(wandb, "Api", lambda: mock.Mock(artifact_exists=lambda name, type: is_uploaded))
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/model.safetensors").touch()
+    training = Training("mine", None, "chosen", tmp_path / "last.ckpt", "model-chosen")
+    said = log_export(training, tmp_path / "weights", "safetensors")
+    assert run.use_artifact.call_args_list == [mock.call("mine/model-chosen:last")] * is_uploaded
+    assert ("was not uploaded" in said) is not is_uploaded
 
 
 def test_an_export_that_no_run_of_wandb_trained_is_refused_before_it_is_written(capsys):
