@@ -91,6 +91,12 @@ def _lines_of(error: BaseException) -> list[str] | None:
         return [
             f"trainer.callbacks: {twice[1]} is listed twice, and both keep their state under one name; keep one of them"
         ]
+    beyond = re.match(r" *`val_check_interval` \((\d+)\) must be less .* training batches \((\d+)\)", str(error))
+    if beyond:
+        return [
+            f"trainer: val_check_interval must be at most {beyond[2]}, the number of batches of an epoch, got "
+            f"{beyond[1]}; to count batches across epochs, set check_val_every_n_epoch: null"
+        ]
     if not isinstance(error, RuntimeError):
         return None
     message = str(error)

@@ -422,6 +422,17 @@ def test_processes_of_torchrun_that_would_each_train_alone_are_refused(capsys, m
     assert "torchrun has started 2 processes, and devices times num_nodes is 1" in said
 
 
+def test_an_interval_beyond_the_epoch_is_refused_and_what_counts_across_epochs_runs(capsys):
+    """The number of batches is known once the data is read, so Lightning finds this after the other checks."""
+    longer = ("--trainer.val_check_interval", "5")
+    assert fit(*longer) == 2
+    text = capsys.readouterr().err
+    assert "trainer: val_check_interval must be at most 4, the number of batches of an epoch, got 5" in text
+    assert "check_val_every_n_epoch: null" in text
+    assert "Traceback" not in text
+    assert fit(*longer, "--trainer.check_val_every_n_epoch", "null") == 0
+
+
 ELSEWHERE = json.loads((PACKAGE / "names_elsewhere.json").read_text("utf-8"))
 
 
