@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
         help="image that each prompt is about, for a model trained with a processor; may be repeated; implies --chat",
     )
     parser.add_argument(
-        "--max_new_tokens", type=int, help="default: 128; in a conversation 512, at most half of the model's context"
+        "--max_new_tokens", type=int, help="default: 128, in a conversation 512; at most half of the model's context"
     )
     parser.add_argument(
         "--adapter",
@@ -75,6 +75,7 @@ def run(argv: Sequence[str]) -> int:
         parser.error("--image needs --prompt or --prompts")
     if not given and not arguments.chat:
         parser.error("one of the arguments --prompt --prompts --chat is required")
+    from lit_efficient.models.generation.batched import longest_row
     from lit_efficient.models.generation.sampling import Sampling
     from lit_efficient.tasks.loading import load_language_model
 
@@ -89,9 +90,12 @@ def run(argv: Sequence[str]) -> int:
         how = Sampling(**sampling)
         adapters = adapters_of(arguments.adapter, model, 1)
         return Conversation(model, how, arguments.max_new_tokens, arguments.stop, arguments.seed, adapters).hold()
+    most = arguments.max_new_tokens
+    if most is None:
+        most = min(128, longest_row(model.network) // 2)
     texts = model.generate_text(
         given,
-        max_new_tokens=128 if arguments.max_new_tokens is None else arguments.max_new_tokens,
+        max_new_tokens=most,
         seed=arguments.seed,
         chat=arguments.chat or bool(arguments.image),
         batch_size=arguments.batch_size,
