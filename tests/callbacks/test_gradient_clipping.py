@@ -37,6 +37,8 @@ Watched.__name__ = Watched.__qualname__ = "GradientClipping"
 
 
 def together(gradients: dict[Tensor, Tensor]) -> float:
+    if not gradients:  # a guard has removed those of a batch that it skips
+        return 0.0
     return float(torch.cat([g.detach().double().flatten() for g in gradients.values()]).norm())
 
 

@@ -27,7 +27,7 @@ _ASKED = {torch.Tensor.device.__get__: DEVICE, torch.Tensor.is_cuda.__get__: Tru
 # What takes tensors of both sides; the result lies where the first one does.
 _MIXES = {"copy_", "_foreach_copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_", "set_"}
 # What torch.use_deterministic_algorithms names as having no deterministic kernel, as far as images and text meet it.
-_ONE_ORDER = {"put_", "histc", "kthvalue", "nll_loss2d_forward", "max_unpool2d", "_adaptive_avg_pool2d_backward"}
+_ONE_ORDER = {"put_", "kthvalue", "nll_loss2d_forward", "max_unpool2d", "_adaptive_avg_pool2d_backward"}
 _ONE_ORDER |= {"adaptive_max_pool2d_backward", "avg_pool3d_backward", "_ctc_loss_backward", "grid_sampler_2d_backward"}
 _ONE_ORDER |= {f"reflection_pad{n}d_backward" for n in (1, 2, 3)}
 _ONE_ORDER |= {f"upsample_{kind}_backward" for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")}
@@ -136,6 +136,11 @@ def _moved(f: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
     return y if here == there else _Move.apply(y, there)
 
 
+def _whole_counts(f: Any, values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a histogram in the type of ``values``: a GPU counts whole numbers, too, and the CPU only real ones."""
+    return f(values.double(), *args, **kwargs).to(values.dtype)
+
+
 class _Operations(TorchDispatchMode):
     """Every operation, those of the backward pass too: what it may take, and on which side its results lie."""
 
@@ -154,14 +159,14 @@ class _Operations(TorchDispatchMode):
                 ]
                 raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got {devices}")
             if cuda and torch.are_deterministic_algorithms_enabled():
-                sums = name == "cumsum" and given[0].is_floating_point()
+                sums = name in ("cumsum", "histc") and given[0].is_floating_point()
                 if sums or name in _ONE_ORDER or (name == "median" and f._overloadname == "dim"):
                     raise RuntimeError(f"{name}_cuda does not have a deterministic implementation")
             cuda = cuda if _Side.makes is None else _Side.makes
             before = {x.untyped_storage()._cdata for x in given} if name != "lift_fresh" else set()
             own = cuda and torch.Tag.nondeterministic_seeded in f.tags and kwargs.get("generator") is None
             with _device_draws() if own else contextlib.nullcontext():
-                made = f(*args, **kwargs)
+                made = _whole_counts(f, *args, **kwargs) if cuda and name == "histc" else f(*args, **kwargs)
             for x in tree_leaves(made):
                 if isinstance(x, Tensor) and x.device.type == "cpu" and x.untyped_storage()._cdata not in before:
                     x.untyped_storage().on_fake_cuda = cuda
