@@ -105,29 +105,33 @@ def normed(network: type[nn.Module]) -> type[nn.Module]:
     return Normed
 
 
+class Mixture(nn.Module):  # no PreTrainedModel, which peft would take for the network
+    """A small mixture of experts of transformers, over tokens of eight numbers."""
+
+    def __init__(self) -> None:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        super().__init__()
+        self.config: Any = MixtralConfig(hidden_size=8, intermediate_size=16, num_local_experts=4)
+        self.set_experts_implementation("grouped_mm")
+        self.mlp = MixtralSparseMoeBlock(self.config)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.3)
+
+    def _can_set_experts_implementation(self) -> bool:
+        return True
+
+    def set_experts_implementation(self, name: str) -> None:
+        self.config._experts_implementation = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+
 @functools.cache
 def routed(network: type[nn.Module]) -> type[nn.Module]:
-    """The network behind a small mixture of experts of transformers, over each row as two tokens of eight numbers."""
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    class Mixture(nn.Module):  # no PreTrainedModel, which peft would take for the network
-        def __init__(self) -> None:
-            super().__init__()
-            self.config: Any = MixtralConfig(hidden_size=8, intermediate_size=16, num_local_experts=4)
-            self.set_experts_implementation("grouped_mm")
-            self.mlp = MixtralSparseMoeBlock(self.config)
-            for p in self.parameters():
-                nn.init.normal_(p, std=0.3)
-
-        def _can_set_experts_implementation(self) -> bool:
-            return True
-
-        def set_experts_implementation(self, name: str) -> None:
-            self.config._experts_implementation = name
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.mlp(x)
+    """The network behind a small mixture of experts, over each row as two tokens of eight numbers."""
 
     class Routed(network):  # type: ignore[valid-type, misc]
         def __init__(self) -> None:

@@ -113,7 +113,10 @@ def downloaded(url: str) -> Iterator[Path]:
                 local.unlink()
                 folder = f"{source.rpartition('/')[0]}/{name}"
                 for file in system.find(folder):
-                    to = local / file.removeprefix(folder).lstrip("/")
+                    inside = file.removeprefix(folder).lstrip("/")
+                    if ".." in inside.split("/"):  # names in an object store are any text
+                        raise CheckpointError(f"{url} has a file outside of its folder: {inside!r}")
+                    to = local / inside
                     to.parent.mkdir(parents=True, exist_ok=True)
                     system.get_file(file, str(to))
         try:

@@ -2,6 +2,8 @@
 
     b_e <- b_e + bias_rate * sign(mean load - load_e)      load_e: choices of expert e in a step, by all processes
 
+A step that a gradient scaler skips counts, because its choices are valid although its gradients are not.
+
 Source: Wang et al. (2024), https://arxiv.org/abs/2408.15664, algorithm 1.
 """
 

@@ -188,7 +188,7 @@ def test_compiled_layers_give_the_same_and_are_compiled_once_for_all_lengths(
                 out.float().square().mean().backward()
                 results.append([out.detach(), *(p.grad for p in one.parameters())])
             for plain, fused in zip(*results, strict=True):
-                assert (plain - fused).norm() <= (1e-3 if autocast else 1e-5) * plain.norm()
+                assert (plain - fused).norm() <= (2e-3 if autocast else 1e-5) * plain.norm()  # bfloat16 rounds by 2e-3
         made.append(graphs())
     assert made[0] == made[1] == made[2]
 

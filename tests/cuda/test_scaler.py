@@ -23,16 +23,21 @@ WITHOUT |= {"SequenceLengthRamp"}  # of rows that it shortens no teacher has as 
 
 
 def groups() -> list[tuple[str, ...]]:
-    """All techniques, as many as go together in each; compiling many takes long."""
-    made: list[tuple[str, ...]] = [("Compile",)]
+    """All techniques, as many as go together in each.
+
+    Compiling many takes long, and IA3 trains so few parameters that not all effects of others show.
+    """
+    alone = ("Compile", "IA3")
+    made: list[tuple[str, ...]] = []
     for name in NAMES:
-        if name not in {"Compile", *WITHOUT}:
-            fits = next((i for i, group in enumerate(made[1:], 1) if allowed(*group, name)), None)
-            made[fits if fits is not None else len(made) :] = [
-                (*made[fits], name) if fits is not None else (name,),
-                *([] if fits is None else made[fits + 1 :]),
-            ]
-    return made
+        if name in {*alone, *WITHOUT}:
+            continue
+        fits = next((i for i, group in enumerate(made) if allowed(*group, name)), None)
+        if fits is None:
+            made.append((name,))
+        else:
+            made[fits] = (*made[fits], name)
+    return [*((name,) for name in alone), *made]
 
 
 class Scaled(MixedPrecision):
@@ -80,7 +85,9 @@ def test_scaled_clipped_and_skipped_steps(names: tuple[str, ...]) -> None:
     for before, after in zip(plain[: skipped - last + 1], scaled):
         for key, tensor in before.items():
             assert torch.equal(tensor, after[key]), key
-    assert all(torch.equal(tensor, scaled[skipped][key]) for key, tensor in scaled[skipped - 1].items())
+    for key, tensor in scaled[skipped - 1].items():
+        # The bias of a router follows the choices of a batch, whether or not its gradients overflow.
+        assert torch.equal(tensor, scaled[skipped][key]) or key.endswith("router_bias"), key
     assert any(not torch.equal(tensor, scaled[-1][key]) for key, tensor in scaled[skipped].items())
     assert all(tensor.isfinite().all() for tensor in scaled[-1].values())
     assert run.precision_plugin.scaler.get_scale() == 2.0**19

@@ -90,6 +90,14 @@ def save_shards() -> None:
         load_verified(f"{HOME}/a.ckpt")
 
 
+def test_a_name_that_leads_out_of_the_folder_is_refused(memory: MemoryFileSystem) -> None:
+    memory.pipe("/runs/one/a.ckpt", b'{"folder": "a.ckpt.01234567"}')
+    memory.pipe("/runs/one/a.ckpt.01234567/0.distcp", b"data")
+    memory.store["/runs/one/a.ckpt.01234567/../../evil"] = memory.store["/runs/one/a.ckpt.01234567/0.distcp"]
+    with pytest.raises(CheckpointError, match=r"a file outside of its folder: '\.\./\.\./evil'"):
+        load_verified(f"{HOME}/a.ckpt")
+
+
 @pytest.mark.turns(6, family="ranks")
 def test_shards_are_a_folder_behind_a_pointer(tmp_path: Path) -> None:
     processes.run_ranks(save_shards, tmp_path, processes=1)

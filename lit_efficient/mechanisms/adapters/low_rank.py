@@ -83,8 +83,10 @@ def settings_of(
     """
     for pattern, own in (patterns or {}).items():
         if name_pattern(pattern, "LoRA: patterns").fullmatch(name):
-            return int(own.get("rank") or rank), own.get("alpha") or alpha
-    return rank, alpha
+            rank = int(own.get("rank") or rank)
+            alpha = own.get("alpha") or alpha
+            break
+    return rank, float(alpha)  # not a number of NumPy, because checkpoints contain it
 
 
 def dora_norm(weight: Tensor, a: Tensor, b: Tensor, scale: float, squared: Tensor | None = None) -> Tensor:
