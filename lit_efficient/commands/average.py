@@ -6,6 +6,7 @@ https://arxiv.org/abs/2203.05482).
 """
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
@@ -13,6 +14,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from lit_efficient.application.recorded import technique_of
 from lit_efficient.commands.ema_sweep import loss_among
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError, ConfigurationError, check_choice, check_number, refusal
@@ -24,6 +26,7 @@ from lit_efficient.mechanisms.averages.merging import METHODS, merged_change
 from lit_efficient.mechanisms.averages.weights import add_share, position_weights, precise
 from lit_efficient.mechanisms.restore import Weights, weights_of
 from lit_efficient.surgery import memory_of
+from lit_efficient.traits import Trait
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -48,13 +51,14 @@ def average_files(
         ``["lit_efficient"]["weights"]`` describes the mean.
 
     Raises:
-        ConfigurationError: If the files' weights differ in kind, names or shapes or are quantised, or if the numbers
-            of weights and files differ.
+        ConfigurationError: If the files' weights differ in kind, names or shapes or are quantised, if adapters have
+            different bases or settings, or if the numbers of weights and files differ.
         CheckpointError: If a file is damaged or lacks the requested weights.
     """
     check_choice("average", "weights_of", of, get_args(Weights))
     shares = _shares(len(paths), weights)
     kinds: list[str] = []
+    settings: list[tuple[object, object]] = []  # of adapters
     total: dict[str, Tensor] = {}
     checkpoint: Checkpoint = {}
     for number, (path, share) in enumerate(zip(paths, shares)):
@@ -77,6 +81,9 @@ def average_files(
             total = dict(zip(summed, zeros_in_file([*summed.values()], Path(path).absolute().parent)))
         elif different := total.keys() ^ state.keys():
             raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
+        if any(map(is_added, state)):
+            settings.append(_settings(checkpoint))
+            _check_alike(path, paths[0], settings[-1], settings[0])
         for name, tensor in state.items():
             _add(total, name, tensor, share, not number, str(path))
     mean: dict[str, Tensor] = {}
@@ -142,8 +149,8 @@ def merge_files(
             _check_like(before, state[name], name, str(path))
         last = states[-1][name]
         first = tied.setdefault(memory_of(last), name)
-        if first != name:  # a tied weight is merged once
-            merged[name] = merged[first]
+        if first != name and all(torch.equal(state[name], state[first]) for state in (start, *states)):
+            merged[name] = merged[first]  # a weight that is tied in all files is merged once
         elif _kind(before):
             wide = precise(before.dtype)
             changes = torch.stack([state[name].to(wide) - before.to(wide) for state in states])
@@ -177,7 +184,6 @@ def _check_adapters(
     paths: Sequence[str | Path], checkpoints: Sequence[Checkpoint], states: Sequence[dict[str, Tensor]]
 ) -> None:
     """Raise ConfigurationError if files do not hold plain LoRA adapters of one base with the same settings."""
-    settings = []
     for path, checkpoint, state in zip(paths, checkpoints, states):
         other = [name for name in state if name.rpartition(".")[2] not in ("lora_A", "lora_B")]
         if other or not state:
@@ -185,14 +191,29 @@ def _check_adapters(
                 f"average: {path} has {(other or ['nothing'])[0]!r}, which is no plain LoRA adapter. Whole models need "
                 "--base, the file of the model from which they were fine-tuned"
             )
-        own = checkpoint.get("lit_efficient", {})
-        transforms = [{**one, "arguments": {**one["arguments"], "seed": 0}} for one in own.get("transforms", [])]
-        settings.append((own.get("base"), transforms))
-        for part, what in enumerate(("base", "settings of the adapters")):
-            if settings[-1][part] != settings[0][part]:
-                raise ConfigurationError(f"average: {path} and {paths[0]} have another {what}")
+        _check_alike(path, paths[0], _settings(checkpoint), _settings(checkpoints[0]))
         if different := states[0].keys() ^ state.keys():
             raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
+
+
+def _settings(checkpoint: Checkpoint) -> tuple[object, object]:
+    """Return the hashes of the base of a checkpoint's adapters, and the techniques that made them, without seeds."""
+    own = checkpoint.get("lit_efficient", {})
+    made = []
+    for record in own.get("transforms", []):
+        technique = technique_of(record)
+        if technique is None or Trait.ADAPTER in technique.traits:
+            made.append({**record, "arguments": {**record["arguments"], "seed": 0}})
+    return own.get("base"), made
+
+
+def _check_alike(
+    path: str | Path, first: str | Path, settings: tuple[object, object], of_first: tuple[object, object]
+) -> None:
+    """Raise ConfigurationError if adapters have different bases or settings, with which their values mean others."""
+    for what, own, other in zip(("bases", "settings of the adapters"), settings, of_first):
+        if own != other:
+            raise ConfigurationError(f"average: {path} and {first} have different {what}")
 
 
 def _shares(count: int, weights: Sequence[float] | str) -> list[float]:
@@ -246,9 +267,14 @@ def greedy_soup(
         paths: The files.
         scores: Metric of each file alone.
         score: Function that returns the metric of the mean of some files.
-        sign: 1 if a lower metric is better, -1 if a higher one is.
+        sign: 1 if a lower metric is better, -1 if a higher one is. Files whose metric is not a number are left out.
+
+    Raises:
+        ConfigurationError: If no metric is a number.
     """
-    ordered = sorted(paths, key=lambda path: sign * scores[path])
+    ordered = sorted((path for path in paths if not math.isnan(scores[path])), key=lambda path: sign * scores[path])
+    if not ordered:
+        raise ConfigurationError("average: the metric of every file is nan: choose another --metric or other files")
     chosen = ordered[:1]
     best = scores[ordered[0]]
     for path in ordered[1:]:

@@ -15,7 +15,7 @@ from lit_efficient.commands.average import average_files, greedy_soup, merge_fil
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import read
 from lit_efficient.files.checkpoints import write as write_file
-from lit_efficient.mechanisms.averages.merging import merged_change
+from lit_efficient.mechanisms.averages.merging import keep_largest, merged_change
 from tests import processes
 from tests.support import Toy, assert_equal, data, trainer, weights
 from tests.support_cli import export
@@ -230,6 +230,24 @@ def test_merges_are_pefts(method: str, weights_: Any, tmp_path: Path) -> None:
     assert "optimizer_states" not in merged
 
 
+def test_weights_that_are_tied_in_the_last_file_alone_are_merged_apart(tmp_path: Path) -> None:
+    start = torch.zeros(3)
+    base = write(tmp_path / "base.ckpt", a=start, b=start)
+    apart = write(tmp_path / "apart.ckpt", a=start + 1, b=start + 5)
+    both = start + 3
+    tied = write(tmp_path / "tied.ckpt", a=both, b=both)
+    merged = merge_files([apart, tied], "task_arithmetic", base)["state_dict"]
+    assert_equal(merged, {"a": start + 4, "b": start + 8})
+    merged = merge_files([tied, tied], "task_arithmetic", base)["state_dict"]
+    assert merged["a"] is merged["b"]
+
+
+def test_ties_keeps_the_change_of_a_single_number() -> None:
+    change = torch.tensor([[2.0]])
+    assert merged_change(change, torch.ones(1), "ties", 0.5).tolist() == [2.0]
+    assert keep_largest(torch.ones(0), 0.5).tolist() == []
+
+
 def test_dare_keeps_a_share_of_the_changes_and_their_mean() -> None:
     change = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0))
     ones = torch.ones(1)
@@ -282,6 +300,14 @@ def test_a_greedy_soup_takes_what_improves_the_mean() -> None:
     assert greedy_soup([*values], negative, lambda files: -score(files), -1.0) == ["a", "b"]
 
 
+def test_a_greedy_soup_leaves_out_files_whose_metric_is_nan() -> None:
+    for order in ("abc", "bca", "cab"):
+        scores = {file: {"a": float("nan"), "b": 2.0, "c": 1.0}[file] for file in order}
+        assert greedy_soup([*scores], scores, lambda files: float(len(files)), 1.0) == ["c"]
+    with pytest.raises(ConfigurationError, match="the metric of every file is nan"):
+        greedy_soup(["a"], {"a": float("nan")}, lambda _: 0.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -307,12 +333,22 @@ def test_what_cannot_be_merged_is_refused(
     assert not Path("out.ckpt").exists()
 
 
-def test_adapters_of_another_base_are_not_merged(tmp_path: Path) -> None:
+def test_adapters_of_another_base_or_scale_are_neither_merged_nor_averaged(tmp_path: Path) -> None:
     for number in range(2):
         module = Toy()
         torch.nn.init.constant_(module.net.stem.weight, float(number))
         run_ = trainer([LoRA(rank=2)], max_steps=1)
         run_.fit(module, data(), data())
         run_.save_checkpoint(tmp_path / f"{number}.ckpt")
-    with pytest.raises(ConfigurationError, match=r"1.ckpt and .*0.ckpt have another base"):
+    with pytest.raises(ConfigurationError, match=r"1.ckpt and .*0.ckpt have different bases"):
         merge_files([tmp_path / "0.ckpt", tmp_path / "1.ckpt"], "ties")
+    with pytest.raises(ConfigurationError, match=r"1.ckpt and .*0.ckpt have different bases"):
+        average_files([tmp_path / "0.ckpt", tmp_path / "1.ckpt"])
+    run_ = trainer([LoRA(rank=2, alpha=1.0, seed=1)], max_steps=1)
+    run_.fit(Toy(), data(), data())
+    run_.save_checkpoint(tmp_path / "scale.ckpt")
+    run_ = trainer([LoRA(rank=2)], max_steps=1)
+    run_.fit(Toy(), data(), data())
+    run_.save_checkpoint(tmp_path / "other.ckpt")
+    with pytest.raises(ConfigurationError, match="have different settings of the adapters"):
+        average_files([tmp_path / "scale.ckpt", tmp_path / "other.ckpt"])

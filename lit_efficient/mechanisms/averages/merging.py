@@ -6,7 +6,8 @@
     DARE              D_i keeps random entries, divided by the share that is kept; then one of the two above
 
 Each tensor is pruned separately. Sources: task arithmetic https://arxiv.org/abs/2212.04089, TIES
-https://arxiv.org/abs/2306.01708, DARE https://arxiv.org/abs/2311.03099. The numbers are those of peft's merge_utils.
+https://arxiv.org/abs/2306.01708, DARE https://arxiv.org/abs/2311.03099. The numbers are those of peft's merge_utils,
+but TIES keeps at least one entry of each tensor.
 """
 
 import torch
@@ -41,7 +42,11 @@ def merged_change(
 
 
 def keep_largest(change: Tensor, density: float) -> Tensor:
-    """Return ``change`` with zeros in place of all but the share ``density`` of its entries with the largest values."""
+    """Return ``change`` with zeros in place of all but the share ``density`` of its entries with the largest values.
+
+    At least one entry is kept, so that the change of a single number is not lost.
+    """
     kept = torch.zeros(change.numel(), dtype=torch.bool)
-    kept[change.abs().flatten().topk(int(density * change.numel())).indices] = True
+    count = min(change.numel(), max(1, int(density * change.numel())))
+    kept[change.abs().flatten().topk(count).indices] = True
     return change * kept.view_as(change)
