@@ -9,10 +9,12 @@ mixture of `LanguageData`.
 import argparse
 import hashlib
 import json
+import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ def run(argv: Sequence[str]) -> int:
     from lit_efficient.commands.preview import build_data
     from lit_efficient.data.language_data import LanguageData
     from lit_efficient.errors import check_number, refusal
+    from lit_efficient.files.sums import sha256_of
 
     check_number("select-data", "--keep", arguments.keep, above=0, below=1)
     check_number("select-data", "--rest_weight", arguments.rest_weight, least=0, below=1)
@@ -45,7 +48,11 @@ def run(argv: Sequence[str]) -> int:
     val = rows_of(data.val_rows)
     output = Path(arguments.output)
     settings = {name: getattr(arguments, name) for name in ("method", "ckpt", "reference", "dim", "seed", "moments")}
-    scores = resume(output, settings | {"rows": digest(train)})
+    settings |= {"rows": digest(train), "val_rows": digest(val) if arguments.method == "less" else None}
+    for name in ("ckpt", "reference"):  # a path may get another file
+        path = Path(settings[name] or "")
+        settings[f"sha256 of {name}"] = sha256_of(path) if path.is_file() else None
+    scores = resume(output, settings)
     tokens = sum(len(ids) for ids, _ in train)
     passes = "a forward pass of the model and of the reference" if arguments.method == "rho" else "a backward pass"
     print(
@@ -60,6 +67,8 @@ def run(argv: Sequence[str]) -> int:
             score = _influence(arguments, val)
         scores += scored(output, train, len(scores), arguments.batch_size, score)
     kept = write_selection(output, data, train, val, scores, arguments.keep, arguments.rest_weight)
+    if data.mixes:
+        print("select-data: the weights of the config's sources are replaced by those of the selection")
     print(f"{output / 'data.yaml'}: {kept:,} of {len(train):,} rows are kept. Next: append it to the config of fit")
     return 0
 
@@ -141,12 +150,24 @@ def resume(output: Path, settings: dict[str, Any]) -> list[float]:
 def scored(
     output: Path, rows: Sequence[Row], start: int, batch_size: int, score: Callable[[Sequence[Row]], list[float]]
 ) -> list[float]:
-    """Return the scores of the rows from ``start`` on, and append them to the folder's file batch by batch."""
+    """Return the scores of the rows from ``start`` on, and append them to the folder's file batch by batch.
+
+    Raises:
+        ConfigurationError: If a score is not finite, as the order of such rows is of no use.
+    """
+    from lit_efficient.errors import ConfigurationError
+
     found: list[float] = []
     begun = time.monotonic()
     with (output / "scores.jsonl").open("ab", buffering=0) as file:
         for first in range(start, len(rows), batch_size):
             few = score(rows[first : first + batch_size])
+            for place, one in enumerate(few):
+                if not math.isfinite(one):
+                    raise ConfigurationError(
+                        f"select-data: the score of row {first + place} is {one}: check the weights of the checkpoints "
+                        "(for less also its moments), and the row"
+                    )
             found += few
             file.write(
                 "".join(json.dumps({"row": first + i, "score": one}) + "\n" for i, one in enumerate(few)).encode()
@@ -169,6 +190,7 @@ def write_selection(
     """Write the rows, the tokenizer and the overlay, and return the number of rows that are kept."""
     import yaml
 
+    from lit_efficient.data.text.mixture import LanguageMixture
     from lit_efficient.files.atomic_file import replacing
 
     count = max(1, round(keep * len(train)))
@@ -192,6 +214,11 @@ def write_selection(
     own: dict[str, Any] = {"train": sources, "tokenizer": str((output / "tokenizer").resolve())}
     if len(sources) == 1:
         own["train"] = sources[0]["path"]
+    # Settings of the config's own mixture would change the weights.
+    if data.mixture != LanguageMixture():
+        own["mixture"] = asdict(LanguageMixture())
+    if data.by_length and len(sources) > 1:
+        own["by_length"] = False
     if val:
         own["val"] = str((output / "val.jsonl").resolve())
     with replacing(output / "data.yaml") as file:
@@ -299,14 +326,16 @@ def adam_moments(checkpoint: dict[str, Any], trained: dict[str, Any]) -> tuple[A
     from lit_efficient.errors import ConfigurationError
 
     states = checkpoint.get("optimizer_states") or [{}]
-    groups = states[0].get("param_groups", [])
-    order = [number for group in groups for number in group["params"]]
-    found = [states[0]["state"].get(number, {}) for number in order]
-    # LoRA+ has the matrices B in a group of their own, behind the others.
-    behind = sorted(trained, key=lambda name: name.endswith("lora_B"))
-    for names in (list(trained), behind):
-        shapes = [trained[name].shape for name in names]
-        if [getattr(state.get("exp_avg"), "shape", None) for state in found] == shapes:
+    groups = [group["params"] for group in states[0].get("param_groups", [])]
+    found = [states[0]["state"].get(number, {}) for group in groups for number in group]
+    # One group; or the matrices B (LoRA+), or what has no weight decay, in a second one. Shapes do not show the order
+    # of other groups.
+    for in_second in (lambda _: False, lambda name: name.endswith("lora_B"), lambda name: trained[name].ndim < 2):
+        names = sorted(trained, key=in_second)
+        sizes = [sum(in_second(name) is second for name in names) for second in (False, True)]
+        if [len(group) for group in groups] != [size for size in sizes if size]:
+            continue
+        if [getattr(state.get("exp_avg"), "shape", None) for state in found] == [trained[name].shape for name in names]:
             by_name = dict(zip(names, found))
             means, squares = (
                 torch.cat([by_name[name][key].float().flatten() for name in trained])
@@ -314,6 +343,7 @@ def adam_moments(checkpoint: dict[str, Any], trained: dict[str, Any]) -> tuple[A
             )
             return means, squares
     raise ConfigurationError(
-        f"select-data: the checkpoint has no moments of Adam for its {len(trained)} trained tensors: train it with "
-        "AdamW, or set --moments none"
+        f"select-data: the checkpoint has no moments of Adam for its {len(trained)} trained tensors, or its "
+        f"{len(groups)} parameter groups do not show which belong to which: train it with AdamW and one rate, or set "
+        "--moments none"
     )

@@ -11,9 +11,10 @@ import pytest
 import torch
 import yaml
 
-from lit_efficient import LanguageChat, LanguageData, LanguageModeling, LoRA
+from lit_efficient import ConfigurationError, LanguageChat, LanguageData, LanguageModeling, LoRA
 from lit_efficient.__main__ import main
 from lit_efficient.commands import select_data
+from lit_efficient.commands.preview import build_data
 from lit_efficient.losses.data_selection import adam_direction, influence, project
 from lit_efficient.models.networks.gpt import GPTConfig
 from tests.support import trainer
@@ -135,7 +136,68 @@ def test_influence_reads_adams_moments_of_the_adapters(trained: Path, capsys: py
         expected.append(float(influence(project(step, 64, 0), targets)))
     assert sorted(scores(trained / "less")) == pytest.approx(sorted(expected), abs=1e-4)
     assert min(expected[:6]) >= max(expected[6:]) - 1e-4
+    other = ["--output", str(trained / "less"), "-c", str(trained / "base.yaml")]
+    assert main(["select-data", *words, *other, "--data.val", str(trained / "train.jsonl")]) == 2
+    assert "was started with val_rows" in capsys.readouterr().err
     (trained / "less/settings.json").unlink()
     torch.save({**checkpoint, "optimizer_states": []}, trained / "none.ckpt")
     assert command(trained, "none", "--method", "less", "--ckpt", str(trained / "none.ckpt")) == 2
     assert "no moments of Adam for its" in capsys.readouterr().err
+    for key in ("exp_avg", "exp_avg_sq"):
+        checkpoint["optimizer_states"][0]["state"][0][key].fill_(float("nan"))
+    torch.save(checkpoint, trained / "nan.ckpt")
+    assert command(trained, "nan", "--method", "less", "--ckpt", str(trained / "nan.ckpt")) == 2
+    assert "the score of row 0 is nan" in capsys.readouterr().err
+    assert not scores(trained / "nan")
+
+
+def moments(*groups: list[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A checkpoint whose moments are the numbers of the parameters, and the parameters."""
+    shapes = {"q.lora_A": (2, 4), "q.lora_B": (4, 2), "v.lora_A": (2, 4), "v.lora_B": (4, 2), "norm": (4,)}
+    numbers = dict(zip(shapes, range(5)))
+    states, stored, at = {}, [], 0
+    for group in groups:
+        stored.append({"params": [*range(at, at + len(group))]})
+        for name in group:
+            full = torch.full(shapes[name], float(numbers[name]))
+            states[at] = {"exp_avg": full, "exp_avg_sq": full + 10}
+            at += 1
+    names = {name: torch.empty(shapes[name]) for name in shapes if any(name in group for group in groups)}
+    return {"optimizer_states": [{"state": states, "param_groups": stored}]}, names
+
+
+def test_moments_belong_to_their_parameters_or_are_refused() -> None:
+    """In groups of rates of their own, as many shapes agree as with the parameters in their order."""
+    qa, qb, va, vb, norm = "q.lora_A", "q.lora_B", "v.lora_A", "v.lora_B", "norm"
+    for groups in ([[qa, qb, va, vb]], [[qa, va], [qb, vb]], [[qa, qb, va, vb], [norm]]):
+        checkpoint, names = moments(*groups)
+        mean, square = select_data.adam_moments(checkpoint, names)
+        expected = torch.cat([torch.full((p.numel(),), float(i)) for i, p in enumerate(names.values())])
+        assert torch.equal(mean, expected)
+        assert torch.equal(square, expected + 10)
+    checkpoint, names = moments([va, vb], [qa, qb])
+    with pytest.raises(ConfigurationError, match="2 parameter groups do not show which belong to which"):
+        select_data.adam_moments(checkpoint, names)
+
+
+def test_the_mixture_of_the_config_does_not_change_the_weights_of_the_selection(trained: Path) -> None:
+    name = str(trained / "train.jsonl")
+    config = yaml.safe_load((trained / "base.yaml").read_text())
+    config["data"]["init_args"] |= {
+        "train": [{"path": name, "weight": 1.0}],
+        "mixture": {"by": "tokens", "temperature": 4.0},
+    }
+    (trained / "mixed.yaml").write_text(yaml.safe_dump(config))
+    words = ["select-data", "--method", "rho", "--ckpt", str(trained / "model.ckpt"), "--device", "cpu", "--reference"]
+    words += [str(trained / "reference.ckpt"), "-c", str(trained / "mixed.yaml")]
+    for rest in (0.0, 0.25):
+        output = trained / f"mixed{rest}"
+        assert main([*words, "--output", str(output), "--rest_weight", str(rest)]) == 0
+        data = build_data(["-c", str(trained / "mixed.yaml"), "-c", str(output / "data.yaml")], "test")
+        data.prepare_data()
+        data.setup("fit")
+        if rest:
+            selected, others = data._passes()[0]
+            assert selected == pytest.approx(4 * others)
+        else:
+            assert len(data.train_rows) == 6
