@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.losses.deferred_logits import output_head, takes_labels, width_of
-from lit_efficient.losses.next_token import sample_means, targets_of, token_losses
+from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.alignment import Alignment, Call, mean
 from lit_efficient.models.networks.next_depth import NextDepth, second_targets
+from lit_efficient.models.probes.output_head import output_head as probed_head
 from lit_efficient.traits import Trait
 
 
@@ -29,8 +30,8 @@ class MultiTokenPrediction(Alignment):
 
     The block reads the hidden states before the output head and the embedding of the next token. It shares embedding
     and head with the network, which may be this package's GPT or a causal model of transformers. Targets are the labels
-    of the batch, or the tokens themselves without labels. Documents of packed rows are separated by ``position_ids``.
-    Exports and validation are those of the network alone.
+    of the batch. In a batch without labels they are the tokens that ``attention_mask`` does not leave out. Documents of
+    packed rows are separated by ``position_ids``. Exports and validation are those of the network alone.
 
     Args:
         weight: Weight of the second loss, above 0; DeepSeek-V3 uses 0.3, and 0.1 at the end.
@@ -115,12 +116,16 @@ class MultiTokenPrediction(Alignment):
                 f"MultiTokenPrediction: training_step ran the token embedding {len(embedded)} times and the output "
                 f"head {len(hidden)} times, and needs pairs of both, with as many tokens"
             )
-        head: Any = output_head(_network(module))
+        network: Any = _network(module)
+        head: Any = output_head(network)
+        finish: Any = nn.Identity()
+        if hasattr(getattr(network, "config", None), "get_text_config"):
+            finish = probed_head(network).finish  # the factor or soft cap of transformers' networks
         depth: Any = self.heads(module)["0"]
         terms = []
         for ((ids, *_), _, embeddings), states in zip(embedded, hidden, strict=True):
             positions, targets = _rows(batch, ids)
-            logits = head(depth(states, embeddings, positions))
+            logits = finish(head(depth(states, embeddings, positions)))
             second = second_targets(targets, positions)
             terms.append(sample_means(token_losses(logits, second), second)[0])
         return mean(terms)
@@ -165,5 +170,8 @@ def _rows(batch: object, ids: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, targets_of({"labels": ids})
     positions = batch.get("position_ids")
     if not batch.keys() & {"labels", "shift_labels"}:
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            ids = ids.masked_fill(mask == 0, IGNORE)
         return positions, targets_of({"labels": ids})
     return positions, targets_of(batch)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lit_efficient import ChunkedCrossEntropy, ConfigurationError, LanguageModeling, MultiTokenPrediction
 from lit_efficient.losses.next_token import IGNORE
@@ -133,6 +134,53 @@ def test_language_models_train_with_it_and_evaluate_and_export_without(tmp_path:
         loaded = LanguageModeling.load_from_checkpoint(tmp_path / "a.ckpt")
         again = trainer([]).validate(loaded, torch.utils.data.DataLoader(Tokens(), 4), verbose=False)
         assert again[0]["val/loss"] == pytest.approx(float(run.callback_metrics["val/loss"]), rel=1e-5)
+
+
+class Causal(L.LightningModule):
+    """A task that makes its labels from the padding mask."""
+
+    def __init__(self, kind: str, **fields: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 16}
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **fields))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE)
+        loss: Tensor = self.model(**batch, labels=labels).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("llama", {}), ("gemma2", {"final_logit_softcapping": 0.05}), ("granite", {"logits_scaling": 0.05})],
+)
+def test_logits_are_the_networks_and_padding_is_no_target(kind: str, fields: dict[str, float]) -> None:
+    """The factor and the soft cap that the network applies to its logits hold for the second loss, too."""
+    ids = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(8) < torch.tensor([[8], [4]])
+    technique = MultiTokenPrediction()
+    run = trainer([technique], max_steps=1)
+    batch = {"input_ids": ids, "attention_mask": mask.long()}
+    run.fit(module := Causal(kind, **fields), torch.utils.data.DataLoader([batch], batch_size=None))
+    found: list[Tensor] = []
+    head = module.model.get_output_embeddings()
+    with head.register_forward_pre_hook(lambda _, arguments: found.append(arguments[0])), torch.no_grad():
+        module.model(**batch)
+    depth: Any = technique.heads(module)["0"]
+    with torch.no_grad():
+        logits = head(depth(found[0], module.model.get_input_embeddings()(ids)))
+    if kind == "gemma2":
+        logits = 0.05 * (logits / 0.05).tanh()
+    elif kind == "granite":
+        logits = logits / 0.05
+    losses = [-logits[b, t].log_softmax(0)[ids[b, t + 2]] for b, n in enumerate((8, 4)) for t in range(n - 2)]
+    found_term = run.callback_metrics["train/multi_token_prediction"]
+    torch.testing.assert_close(found_term, torch.stack(losses).mean(), rtol=1e-5, atol=1e-5)
 
 
 def test_what_it_cannot_extend_is_refused() -> None:
