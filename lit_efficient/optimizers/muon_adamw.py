@@ -149,7 +149,8 @@ class MuonAdamW(ChecksTypes, Optimizer):
         dion: Rank of the updates as a share of the shorter side, above 0 and at most 1 (Dion). The paper uses 1/4 and
             less for large matrices. Not for sharded parameters.
         lora: Step the factors of LoRA in pairs, so that their product moves as a matrix does with Muon (LoRA-Muon).
-            Weight decay acts on the product, too. Not for sharded parameters.
+            Weight decay acts on the product, too. Factors are known by the names ``lora_A`` and ``lora_B`` if the
+            parameters have names, else by their shapes. Not for sharded parameters.
 
     The first step warns if the singular values show that another optimizer has trained the matrices of Muon.
     Fine-tuning weights with Muon that Adam pretrained brings no gain (https://arxiv.org/abs/2511.06086) or is worse
@@ -163,7 +164,7 @@ class MuonAdamW(ChecksTypes, Optimizer):
 
     traits = frozenset({Trait.NO_LOW_RANK_FORM, Trait.NO_SCHEDULE_FREE_FORM})
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "up to half of the steps, with less state than AdamW")}
-    needs_names: ClassVar[tuple[str, ...]] = ("heads",)  # arguments that match names of parameters
+    needs_names: ClassVar[tuple[str, ...]] = ("heads", "lora")  # arguments that match names of parameters
 
     def __init__(
         self,
@@ -461,10 +462,16 @@ def _with_heads(group: dict[str, Any], rows: int) -> dict[str, Any]:
     return {**group, "head_rows": rows} if rows else group
 
 
-def _are_factors(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the factors ``A`` [r, n] and ``B`` [m, r] of an adapter, or stacks of them."""
-    alike = a.ndim == b.ndim and a.ndim in (2, 3) and a.shape[:-2] == b.shape[:-2]
-    return alike and a.shape[-2] == b.shape[-1] and a.shape[-2] <= min(a.shape[-1], b.shape[-2])
+def _are_factors(one: Any, other: Any) -> bool:
+    """Return whether two entries of a group are the factors ``A`` [r, n] and ``B`` [m, r] of an adapter, or stacks.
+
+    Names decide, if there are any. Otherwise r must be below m and n, as two square matrices are no factors.
+    """
+    a, b = tensor_of(one), tensor_of(other)
+    alike = a.ndim == b.ndim and a.ndim in (2, 3) and a.shape[:-2] == b.shape[:-2] and a.shape[-2] == b.shape[-1]
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return alike and one[0] != other[0] == one[0].replace("lora_A", "lora_B")
+    return alike and a.shape[-2] < min(a.shape[-1], b.shape[-2])
 
 
 def _missing(groups: Groups, heads: Mapping[str, int], lora: bool) -> str:
@@ -501,7 +508,7 @@ def _split(group: dict[str, Any], max_aspect_ratio: float, heads: Mapping[str, i
     entries = list(group["params"])
     while entries:
         entry = entries.pop(0)
-        if lora and entries and _are_factors(tensor_of(entry), tensor_of(entries[0])):
+        if lora and entries and _are_factors(entry, entries[0]):
             parts.setdefault(("pairs", 0), []).extend((entry, entries.pop(0)))
         elif _is_hidden(tensor_of(entry), max_aspect_ratio):
             rows = _rows_of_head(entry[0], heads) if isinstance(entry, tuple) else 0

@@ -169,6 +169,16 @@ def test_lora_steps_pairs_by_the_formula_and_others_as_before() -> None:
         assert (ours - exact).norm() < 0.02 * exact.norm()  # the iteration is in bfloat16
 
 
+def test_square_matrices_that_train_whole_are_no_factors() -> None:
+    """Names also decide for factors of the full rank."""
+    module = nn.ModuleDict({"k": nn.Linear(8, 8, bias=False), "v": nn.Linear(8, 8, bias=False), "adapter": Adapter()})
+    for given in (module.parameters(), module.named_parameters()):
+        (pairs,) = [group for group in MuonAdamW(given, lora=True).param_groups if group.get("pairs")]
+        assert [tuple(p.shape) for p in pairs["params"]] == [(3, 12), (10, 3)]
+    full = [("x.lora_A", nn.Parameter(torch.ones(4, 4))), ("x.lora_B", nn.Parameter(torch.ones(4, 4)))]
+    assert MuonAdamW(full, lora=True).param_groups[0]["pairs"]
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "balanced": {"muon_eq": "both", "muon_plus": "column_row", "normuon": 0.9},
     "heads": {"heads": {"q": 4}},
