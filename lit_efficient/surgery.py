@@ -343,16 +343,19 @@ def expert_stacks(root: nn.Module) -> list[tuple[str, nn.Module, list[str]]]:
     """Return modules that hold the matrices of several experts in parameters [experts, ...], and their names.
 
     Such a module has no children with weights, and each of its parameters has one entry for each expert. Convolutions
-    are left out.
+    are left out. Quantised parameters have become layers of the same names, which have the ``shape`` of the parameter.
     """
     found = []
     for name, module in root.named_modules():
         if hasattr(module, "expert_shape"):  # our own class, which may be quantised
             found.append((name, module, ["weight"]))
             continue
+        codes: list[str] = getattr(module, "quant_stacks", [])  # layers with the codes of such parameters
         own = [(key, p) for key, p in module.named_parameters(recurse=False) if not key.startswith("lora_")]
         stacks = [key for key, p in own if p.ndim == 3 and p.is_floating_point() and min(p.shape) > 1]
-        if not stacks or hasattr(module, "kernel_size"):
+        if codes:
+            found.append((name, module, [key for key in module.quant_order if key in codes + stacks]))
+        if codes or not stacks or hasattr(module, "kernel_size"):
             continue
         alone = not any(True for child in module.children() for _ in child.parameters())
         if alone and len({p.shape[0] for _, p in own}) == 1:

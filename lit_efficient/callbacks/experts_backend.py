@@ -21,7 +21,7 @@ from torch import nn
 from lit_efficient.declaration import Phase, Report
 from lit_efficient.errors import ConfigurationError, check_choice
 from lit_efficient.internals.hugging_face import expert_modules, experts_way, set_experts_way
-from lit_efficient.surgery import class_names
+from lit_efficient.surgery import class_names, expert_stacks
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
@@ -83,11 +83,10 @@ class ExpertsBackend(Technique):
 def _check_products(found: dict[str, nn.Module]) -> None:
     """Raise an error if torch's grouped product does not support a matrix of experts."""
     for name, part in found.items():
-        for key, weight in part.named_parameters(recurse=False):
-            if weight.ndim != 3 or not weight.is_floating_point():
-                continue
+        for key in [key for _, _, keys in expert_stacks(part) for key in keys]:
+            weight = getattr(part, key)  # a parameter, or a layer with its codes
             sizes = weight.shape[1:]
-            unaligned = any(size * weight.element_size() % _ALIGNMENT for size in sizes)
+            unaligned = any(size * weight.dtype.itemsize % _ALIGNMENT for size in sizes)
             if weight.dtype not in _FORMATS or unaligned:
                 needs = "rows of a multiple of 16 bytes, in float32, bfloat16 or float16"
                 raise ConfigurationError(

@@ -13,6 +13,7 @@ The variants and their formulas are in :mod:`lit_efficient.mechanisms.adapters.l
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
@@ -618,7 +619,8 @@ class LoRA(AdapterTechnique):
         )
         left = [getattr(part, key) for name, part, keys in expert_stacks(module) if name not in names for key in keys]
         if left:
-            summary += f"; {count(left):,} parameters of experts have no adapter (see targets='{WITH_EXPERTS}')"
+            number = sum(math.prod(weight.shape) for weight in left)
+            summary += f"; {number:,} parameters of experts have no adapter (see targets='{WITH_EXPERTS}')"
         if self.targets in (ALL_LINEAR, WITH_EXPERTS):
             if self._read:
                 summary += f"; {len(self._read)} layers have no adapter, because other code reads their weights: "

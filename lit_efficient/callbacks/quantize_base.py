@@ -11,7 +11,7 @@ Source: Dettmers et al. (2023), https://arxiv.org/abs/2305.14314; int8: https://
 
 import math
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
@@ -34,12 +34,14 @@ from lit_efficient.mechanisms.adapters.quantized import (
     SOURCE,
     is_conv1d,
     is_quantized,
+    is_stack,
     quantization_of,
     quantize_linear,
     stored_bytes,
 )
+from lit_efficient.mechanisms.adapters.stacked_codes import quantize_stack
 from lit_efficient.mechanisms.blocks.block_map import note_trained
-from lit_efficient.models.networks.grouped_linear import ExpertLinear
+from lit_efficient.models.networks.grouped_linear import ExpertLinear, GroupedLayer
 from lit_efficient.models.probes.read_weights import acts_as_linear, cast_to, read_elsewhere
 from lit_efficient.surgery import call_layers, expert_stacks, name_pattern, weights_wait
 from lit_efficient.technique import Technique
@@ -53,7 +55,7 @@ class QuantizeBase(CheckpointHooks, Technique):
     ``MixtureOfExperts``. Names stay the same. Quantised checkpoints and checkpoints of the float base can be loaded;
     the latter are quantised while loading. Not changed are layers that share their weight with another layer, and
     layers whose weight other modules read, to multiply by it (Mamba's ``dt_proj``) or to cast to its type (T5's
-    ``wo``).
+    ``wo``). The stacked weights of experts of transformers are quantised with ``experts``.
 
     If no technique acts earlier, ``LanguageModeling`` quantises each layer of a base as soon as it is read from a file,
     on the run's device, so that at most one layer is in memory as floats. A model that transformers has already loaded
@@ -68,6 +70,10 @@ class QuantizeBase(CheckpointHooks, Technique):
             number of inputs of each layer.
         keep_source: Keep the weights as they were before in host memory until ``LoRA(variant="loftq")`` has started
             from them.
+        experts: Also quantise stacked weights of experts, such as Mixtral's ``experts.gate_up_proj``, in nf4 or fp4.
+            They are floats only while their module computes, and again for its backward pass: autograd stores which
+            weight it needs, and neither recomputation nor offloading sees one. Adapt them by
+            ``LoRA(targets="all-linear+experts")``.
 
     Raises:
         ConfigurationError: For an argument out of range, for a pattern that is not a regular expression, if there are
@@ -90,6 +96,7 @@ class QuantizeBase(CheckpointHooks, Technique):
         skip: tuple[str, ...] = ("lm_head",),
         group_size: int = 32,
         keep_source: bool = False,
+        experts: bool = False,
     ) -> None:
         super().__init__()
         check_choice("QuantizeBase", "format", format, FORMATS)
@@ -98,6 +105,8 @@ class QuantizeBase(CheckpointHooks, Technique):
         check_number("QuantizeBase", "group_size", group_size, least=2, whole=True)
         if group_size % 2:
             raise refusal("QuantizeBase", "group_size", "even", group_size)
+        if experts and format not in ("nf4", "fp4"):
+            raise refusal("QuantizeBase", "experts", f"false for format {format}; nf4 and fp4 quantise experts", True)
         if format != "int4":
             check_installed(f"QuantizeBase(format={format!r})", "bitsandbytes")
         self.format = format
@@ -105,6 +114,7 @@ class QuantizeBase(CheckpointHooks, Technique):
         self.skip = tuple(skip)
         self.group_size = group_size
         self.keep_source = keep_source
+        self.experts = experts
         # Layers that were quantised while files were read, with the number of bytes and of weights before.
         self._early: list[tuple[nn.Module, int, int]] = []
 
@@ -135,7 +145,8 @@ class QuantizeBase(CheckpointHooks, Technique):
                 elements += number
                 after += stored_bytes(layer)
         self._early = []
-        found = self._layers(module, read, made)
+        stacks = self._stacks(module)
+        found = self._layers(module, read, made, stacks)
         device = torch.get_default_device()  # in configure_model this is the trainer's device
         # A loop over names, so that no variable holds a float layer that has been replaced.
         for name in found:
@@ -147,23 +158,31 @@ class QuantizeBase(CheckpointHooks, Technique):
             layer = self._quantized(linear, None if device.type in ("cpu", "meta") else device)
             after += stored_bytes(layer)
             setattr(module.get_submodule(owner), last, layer)
+        for name in stacks:
+            owner, _, last = name.rpartition(".")
+            part = module.get_submodule(owner)
+            before += getattr(part, last).nbytes
+            elements += getattr(part, last).numel()
+            after += stored_bytes(self._quantized_stack(part, last, None if device.type in ("cpu", "meta") else device))
         call_layers(module)
         left = 0
         for _, part, keys in expert_stacks(module):
             if not is_quantized(part):
-                left += sum(getattr(part, key).nbytes for key in keys)
-        changed = made.union(found)
-        summary = (
-            f"{len(changed)} linear layers in {self.format}: {after / elements:.3f} bytes a weight, was "
-            f"{before / elements:.3f}; {format_bytes(before - after)} saved"
-        )
+                left += sum(getattr(part, key).nbytes for key in keys if not is_quantized(getattr(part, key)))
+        changed = made.union(found, stacks)
+        stacked = sum(is_stack(module.get_submodule(name)) for name in changed)
+        summary = f"{len(changed) - stacked} linear layers"
+        if stacked:
+            summary += f" and {stacked} stacks of experts"
+        summary += f" in {self.format}: {after / elements:.3f} bytes a weight, was {before / elements:.3f}"
+        summary += f"; {format_bytes(before - after)} saved"
         if left:
-            summary += f"; the stacked weights of experts are not changed, {format_bytes(left)}"
+            summary += f"; the stacked weights of experts are not changed, {format_bytes(left)} (see experts)"
         if read:
             summary += f"; {len(read)} layers are not changed, because other code reads their weights: {listed(read)}"
         return Report(
             summary,
-            modules=tuple(name for name in names.values() if name in changed),
+            modules=tuple(name for name, _ in module.named_modules() if name in changed),
             parameters=elements,
             bytes_saved=before - after,
             details={"bytes_per_parameter": after / elements, "bytes_of_experts": left},
@@ -191,6 +210,24 @@ class QuantizeBase(CheckpointHooks, Technique):
             layer.__dict__[SOURCE] = (weight.T if is_conv1d(linear) else weight).to("meta" if weight.is_meta else "cpu")
         return layer
 
+    def _quantized_stack(self, part: nn.Module, key: str, device: torch.device | None = None) -> Any:
+        return quantize_stack(part, key, self.format, self.double_quant, device)
+
+    def _stacks(self, module: nn.Module, prefix: str = "") -> list[str]:
+        """Return the names of the stacked parameters to quantise; ``prefix`` is the name of ``module`` itself."""
+        if not self.experts:
+            return []
+        uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+        found: list[str] = []
+        for name, part, keys in expert_stacks(module):
+            if isinstance(part, GroupedLayer) or self._skips(f"{prefix}{name}"):
+                continue
+            for key in (key for key in keys if not is_quantized(getattr(part, key))):
+                full = f"{name}.{key}".lstrip(".")
+                if uses[id(getattr(part, key))] == 1 and not self._skips(f"{prefix}{full}"):
+                    found.append(full)
+        return found
+
     def _candidates(self, module: nn.Module, read: list[str], prefix: str = "") -> list[tuple[str, Any]]:
         """Return the names and modules of the layers to quantise; ``prefix`` is the name of ``module`` itself."""
         uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
@@ -208,13 +245,16 @@ class QuantizeBase(CheckpointHooks, Technique):
             return {}
         return {name: number for name, number in inputs.items() if number % self.group_size}
 
-    def _layers(self, module: nn.Module, read: list[str], made: Container[str] = ()) -> list[str]:
+    def _layers(
+        self, module: nn.Module, read: list[str], made: Collection[str] = (), stacks: Collection[str] = ()
+    ) -> list[str]:
         """Return the names of the layers to quantise, after checking that all of them can be quantised.
 
         Args:
             module: The network.
             read: Names of layers whose weight other modules read.
             made: Names of layers that have been quantised while files were read.
+            stacks: Names of stacked parameters that will be quantised.
         """
         done = [name for name, part in module.named_modules() if is_quantized(part) and name not in made]
         if done:
@@ -223,11 +263,17 @@ class QuantizeBase(CheckpointHooks, Technique):
                 "Leave out QuantizeBase (LoRA supports such layers), or load the float weights"
             )
         found = self._candidates(module, read)
-        if not found and not made:
+        if self.experts and not stacks and not any(is_stack(module.get_submodule(name)) for name in made):
+            raise ConfigurationError(
+                f"QuantizeBase: experts=True finds no stacked weights of experts in {type(module).__name__} "
+                f"(skip={self.skip}). Leave experts out; layers of MixtureOfExperts are quantised without it"
+            )
+        if not found and not made and not stacks:
             raise ConfigurationError(
                 f"QuantizeBase: {type(module).__name__} has no torch.nn.Linear left to quantise (skip={self.skip})"
             )
-        if any(layer.weight.device.type == "meta" for _, layer in found) and not weights_wait(module):
+        floats = [*(layer.weight for _, layer in found), *map(module.get_parameter, stacks)]
+        if any(weight.is_meta for weight in floats) and not weights_wait(module):
             raise ConfigurationError("QuantizeBase: weights are on the meta device. Load the base's weights first")
         inputs = _inputs(found)
         wrong = self._indivisible(inputs)
@@ -257,11 +303,16 @@ class _OnRead:
         found = self.technique._candidates(network, self.technique._read_elsewhere(network), self.prefix)
         if self.technique._indivisible(_inputs(found)):  # transform will raise the error
             return set()
-        return {name for name, _ in found}
+        return {f"{name}.weight" for name, _ in found}.union(self.technique._stacks(network, self.prefix))
 
-    def replaced(self, layer: Any) -> nn.Module:
-        quantized: nn.Module = self.technique._quantized(layer)
-        self.technique._early.append((quantized, layer.weight.nbytes, layer.weight.numel()))
+    def replaced(self, layer: Any, key: str) -> nn.Module:
+        weight = getattr(layer, key)
+        quantized: nn.Module
+        if key == "weight":
+            quantized = self.technique._quantized(layer)
+        else:
+            quantized = self.technique._quantized_stack(layer, key)
+        self.technique._early.append((quantized, weight.nbytes, weight.numel()))
         return quantized
 
 

@@ -74,7 +74,7 @@ def recipe_lines(found: Sequence[Recipe], memory: str) -> Iterator[str]:
             yield f"  {recipe.method:<6} {rows:<18} planned peak {recipe.peak / 1e9:.1f} GB"
             yield f"    {command(recipe)}"
         if (model, "qlora") not in planned:
-            yield "  qlora  not planned: QuantizeBase does not change stacked weights of experts, most of this model"
+            yield "  qlora  not planned: its experts are floats until QuantizeBase(experts=True) quantises them"
     yield ""
     yield "full: all weights; lora: adapters; qlora: adapters on a base in 4 bits. Write your rows to data/train.jsonl,"
     yield f"or add --data.train PATH. Planned peaks are at most {USABLE:.0%} of the memory. With `plan` for `fit`,"

@@ -182,10 +182,12 @@ class _Reading:
         state: dict[str, Tensor] = {}
         for name, full in own.items():
             stored = self.stored.get(id(getattr(part, name)), full)
+            if stored not in self.places and layer in self.places:
+                stored = layer  # codes have taken the place of a parameter
             file = self._file(stored)
             if file is not None:
                 whole = file.get_tensor(stored)
-                state[full] = whole.to(self.dtypes.get(full, whole.dtype))
+                state[full] = whole.to(self.dtypes.get(full, self.dtypes.get(stored, whole.dtype)))
         twin = whole_twin(part, own)
         if isinstance(part, Loads):
             twin.before_load(state, before)

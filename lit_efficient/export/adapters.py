@@ -604,13 +604,15 @@ def merge_state(
             )
     how: Fields = checkpoint.get("lit_efficient", {}).get("quantized", {})
     for name, one in how.items():
-        if f"{name}.weight" in state and state[f"{name}.weight"].is_floating_point():
+        weight = state.get(name if "stack" in one else f"{name}.weight")
+        if weight is not None and weight.is_floating_point():
             quantize_entry(state, name, one)
     grouped = arguments.get("variant") in ON_INT4
     folded = {*kinds, *scaled_names(checkpoint)}
     for name in [key.removesuffix(".weight") for key in state if key.endswith(".weight") and is_code(state[key])]:
         if f"{name}.weight_zero" not in state or not (keep_int4 or name in folded) or (name in folded and not grouped):
-            dequantize_entry(state, name, transposed=how.get(name, {}).get("transposed", False))
+            one = how.get(name, {})
+            dequantize_entry(state, name, transposed=one.get("transposed", False), stack=one.get("stack"))
     fold_vectors(state, checkpoint)  # after rounding, because the factors were trained on rounded weights
     for name, keys in experts.items():
         _merge_experts(state, name, keys, name in transposed, arguments)

@@ -23,7 +23,7 @@ from lit_efficient.internals.hugging_face import from_config, take_generation
 from lit_efficient.internals.hugging_face_loading import empty_from_config
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, merge_adapters, whole_state, without_adapters
 from lit_efficient.mechanisms.adapters.peft_layers import plain_name
-from lit_efficient.mechanisms.adapters.quantized import is_quantized
+from lit_efficient.mechanisms.adapters.quantized import float_name, is_quantized
 from lit_efficient.mechanisms.adapters.survival import describe_survival, surviving
 from lit_efficient.mechanisms.restore import Weights, weights_of
 from lit_efficient.models.libraries.gguf_file import is_gguf, read_model
@@ -239,7 +239,7 @@ def base_state(run: Trained) -> tuple[dict[str, Tensor], Any]:
     state = {name: own[f"{prefix}{name}"] for name in names}
     for name, part in run.network.named_modules():
         if is_quantized(part):
-            state[f"{name}.weight"] = state[f"{name}.weight"].to(dtype)
+            state[float_name(name, part)] = state[float_name(name, part)].to(dtype)
     for name, tensor in state.items():
         if f"{prefix}{name}" in moved:  # the adapter's file contains these weights
             state[name] = torch.zeros_like(tensor)

@@ -23,10 +23,13 @@ class Replacing(Protocol):
     bytes_per_weight: float  # approximate size of a weight after the replacement
 
     def chosen(self, network: nn.Module) -> set[str]:
-        """Return the names of the linear layers to replace. The network is on the meta device."""
+        """Return the names of the weights to replace: ``weight`` of linear layers, and stacked parameters of modules.
 
-    def replaced(self, layer: nn.Module) -> nn.Module:
-        """Return the replacement of a layer whose weight has been loaded."""
+        The network is on the meta device.
+        """
+
+    def replaced(self, layer: nn.Module, key: str) -> nn.Module:
+        """Return the replacement of a layer, or of the parameter ``key``, which has been loaded."""
 
 
 def empty_from_config(kind: Any, config: Any, **options: Any) -> Any:
@@ -76,14 +79,17 @@ def _kind() -> Any:
                 if not self.quantizer.param_needs_quantization(model, name):
                     left[name] = value
                     continue
-                owner, __, last = name.removesuffix(".weight").rpartition(".")
-                layer = model.get_submodule(owner).get_submodule(last)
-                layer.weight = nn.Parameter(value[0] if isinstance(value, list) else value, requires_grad=False)
+                owner, __, key = name.rpartition(".")
+                layer = model.get_submodule(owner)
+                setattr(layer, key, nn.Parameter(value[0] if isinstance(value, list) else value, requires_grad=False))
                 del value
-                twin = self.quantizer.replacing.replaced(layer)
+                twin = self.quantizer.replacing.replaced(layer, key)
+                twin._is_hf_initialized = True  # or transformers would initialise it randomly
                 for parameter in twin.parameters():
-                    parameter._is_hf_initialized = True  # or transformers would initialise it randomly
-                setattr(model.get_submodule(owner), last, twin)
+                    parameter._is_hf_initialized = True
+                if key == "weight":
+                    owner, __, last = owner.rpartition(".")
+                    setattr(model.get_submodule(owner), last, twin)
                 del layer  # so that the memory of the original weight can be returned
                 give_back()
                 given["missing_keys"].discard(name)
@@ -98,21 +104,21 @@ def _kind() -> Any:
             super().__init__(config, **kwargs)
             self.replacing = config.replacing
             self.quantized_element_size = config.replacing.bytes_per_weight
-            self.layers: set[str] = set()
+            self.weights: set[str] = set()
 
         def is_serializable(self) -> bool:
             return False
 
         def param_needs_quantization(self, model: nn.Module, param_name: str, **_: object) -> bool:
-            return param_name.endswith(".weight") and param_name.removesuffix(".weight") in self.layers
+            return param_name in self.weights
 
         def get_quantize_ops(self) -> Replace:
             return Replace(self)
 
         def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:
-            self.layers = self.replacing.chosen(model)
+            self.weights = self.replacing.chosen(model)
             for pair in model.all_tied_weights_keys.items():
-                self.layers -= {name.rpartition(".")[0] for name in pair}
+                self.weights -= set(pair)
 
         def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> object:
             self.remove_quantization_config(model)

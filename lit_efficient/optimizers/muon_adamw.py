@@ -103,7 +103,7 @@ def muon_groups(module: nn.Module, adamw: tuple[str, ...] = (), heads: Mapping[s
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             embedded.update(part.parameters())
-    experts = {part.get_parameter(key) for _, part, keys in expert_stacks(module) for key in keys}
+    experts = {getattr(part, key) for _, part, keys in expert_stacks(module) for key in keys}
     groups: dict[tuple[bool, int], list[Tensor]] = {(True, 0): [], (False, 0): []}
     for name, p in named.items():
         if p.requires_grad:

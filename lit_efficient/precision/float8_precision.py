@@ -260,7 +260,7 @@ def _routers(module: nn.Module, linears: Mapping[str, nn.Module]) -> Iterator[st
     """Yield the layers with one output for each expert in the same module."""
     experts: dict[str, set[int]] = defaultdict(set)  # numbers of experts, by the name of the module that owns them
     for name, part, keys in expert_stacks(module):
-        experts[name.rpartition(".")[0]].add(part.get_parameter(next(iter(keys))).shape[0])
+        experts[name.rpartition(".")[0]].add(getattr(part, keys[0]).shape[0])
     for name, children in module.named_modules():
         if isinstance(children, nn.ModuleList):
             experts[name.rpartition(".")[0]].add(len(children))

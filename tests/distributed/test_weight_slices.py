@@ -70,6 +70,20 @@ def test_a_fit_on_two_processes_draws_random_weights_in_slices(tmp_path: Path) -
 
 
 @pytest.mark.turns(4, family="ranks")
+def test_experts_become_codes_on_each_of_two_processes(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt_oss", **slices.SIZES_OF_EXPERTS)
+    folder = str(tmp_path / "base")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    run_ranks(slices.experts_in_a_fit, tmp_path, folder)
+    plain = slices.losses(folder, slices.codes_of_experts())
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(f"{folder}_{rank}.pt"), plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.turns(4, family="ranks")
 def test_a_denoiser_comes_in_slices_and_is_the_one_of_a_single_process(tmp_path: Path) -> None:
     folder = str(tmp_path / "unet")
     slices.diffusers_unet().save_pretrained(folder)

@@ -177,6 +177,16 @@ FITTED: dict[str, Callable[..., list[Any]]] = {
 }
 
 
+SIZES_OF_EXPERTS = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
+    "num_key_value_heads": 2, "vocab_size": 97, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def codes_of_experts() -> list[Any]:
+    return [QuantizeBase(experts=True), LoRA(2, targets="all-linear+experts")]
+
+
 def adapter_beside(folder: str) -> str:
     """A folder of peft's with an adapter of q_proj, drawn."""
     place, drawn = Path(f"{folder}_adapter"), torch.Generator().manual_seed(5)
@@ -219,6 +229,15 @@ DRAWN: dict[str, Callable[[], Any]] = {
         }
     ),
 }  # fmt: skip
+
+
+def experts_in_a_fit(folder: str) -> None:
+    """The stacks of experts become codes where each process reads them."""
+    made, empty = list[Any](), causal_lm.build_empty
+    causal_lm.build_empty = lambda *given, into=made: into.append(empty(*given)) or into[0]
+    found = losses(folder, codes_of_experts(), devices=2, strategy=ShardedStrategy())
+    assert None not in made
+    torch.save(found, f"{folder}_{dist.get_rank()}.pt")
 
 
 def drawn_in_a_fit(folder: str) -> None:

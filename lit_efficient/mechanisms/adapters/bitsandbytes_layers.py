@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.internals.bitsandbytes_cpu import keep_unpacked
-from lit_efficient.internals.torch_modules import Loads, Moves
+from lit_efficient.internals.torch_modules import Loads, Moves, Saves
 from lit_efficient.mechanisms.adapters.int4 import check_input
 from lit_efficient.surgery import in_autocast_dtype, mix_in
 
@@ -130,23 +130,8 @@ class _Loads(Loads, Moves):
         raise NotImplementedError
 
 
-class _Loads4bit(_Loads):
+class _Constants4bit(_Loads):
     quant_state: Any
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's own output. float64 is computed in float32, because the CPU kernel gives wrong results.
-
-        Under autocast the input gets autocast's dtype here. bitsandbytes multiplies in that dtype, too, but would
-        return the output in the dtype of its input, and a float32 input is what norms give under autocast.
-        """
-        check_input(self, x)
-        y: Tensor
-        x = in_autocast_dtype(x)
-        if x.dtype == torch.float64:
-            y = super().forward(x.float())  # type: ignore[misc]
-            return y.to(x.dtype)
-        y = super().forward(x)  # type: ignore[misc]
-        return y
 
     def after_move(self) -> None:
         """Move the constants to the device of the weight."""
@@ -165,6 +150,57 @@ class _Loads4bit(_Loads):
         self.weight.data = data.to(self.weight.device, copy=True)
         self.quant_state = state_4bit(constants, self.weight.device)
         self.weight.quant_state = self.quant_state
+
+
+class Stack4bit(Saves, _Constants4bit, nn.Module):
+    """Codes of stacked matrices [E, ...] with the name of the parameter that they replace. It has no forward.
+
+    It is no ``nn.Linear``, so that nothing takes it for a layer that is called.
+
+    Args:
+        weight: Float weight.
+        format: ``nf4`` or ``fp4``.
+        double_quant: Quantise the scales as well.
+    """
+
+    def __init__(self, weight: Tensor, format: str, double_quant: bool) -> None:
+        super().__init__()
+        self.quant_format = format
+        self.quant_double = double_quant
+        self.weight = _quantized_weight(weight, format, double_quant)
+        self.quant_state = self.weight.quant_state
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the float weight."""
+        return torch.Size(self.quant_state.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the float weight."""
+        dtype: torch.dtype = self.quant_state.dtype
+        return dtype
+
+    def after_save(self, destination: dict[str, Any], prefix: str) -> None:
+        constants = self.quant_state.as_dict(packed=True)
+        destination.update({f"{prefix}weight.{name}": tensor.detach() for name, tensor in constants.items()})
+
+
+class _Loads4bit(_Constants4bit):
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's own output. float64 is computed in float32, because the CPU kernel gives wrong results.
+
+        Under autocast the input gets autocast's dtype here. bitsandbytes multiplies in that dtype, too, but would
+        return the output in the dtype of its input, and a float32 input is what norms give under autocast.
+        """
+        check_input(self, x)
+        y: Tensor
+        x = in_autocast_dtype(x)
+        if x.dtype == torch.float64:
+            y = super().forward(x.float())  # type: ignore[misc]
+            return y.to(x.dtype)
+        y = super().forward(x)  # type: ignore[misc]
+        return y
 
 
 class _Loads8bit(_Loads):

@@ -31,7 +31,15 @@ from lit_efficient.mechanisms.adapters.low_rank import (
 )
 from lit_efficient.mechanisms.adapters.peft_layers import networks, peft_names
 from lit_efficient.mechanisms.adapters.peft_methods import merge_peft
-from lit_efficient.mechanisms.adapters.quantized import dequantize, is_bitsandbytes, is_quantized, plain_layer
+from lit_efficient.mechanisms.adapters.quantized import (
+    dequantize,
+    float_name,
+    is_bitsandbytes,
+    is_quantized,
+    is_stack,
+    plain_layer,
+)
+from lit_efficient.mechanisms.adapters.stacked_codes import ReadsCodes, dequantize_stacks
 from lit_efficient.mechanisms.adapters.targets import is_tied
 from lit_efficient.mechanisms.adapters.trained_rows import TrainedRows, fold_rows
 from lit_efficient.surgery import mix_in, mix_out
@@ -62,7 +70,7 @@ def merge_adapters(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn
         elif isinstance(part, LowRankExperts) and is_quantized(part):
             _replace(module, name, plain_layer(part, part.adapted("weight")))
         elif isinstance(part, LowRankExperts):
-            fold_experts(part)
+            fold_experts(part, dtype)
         elif isinstance(part, TrainedRows):
             fold_rows(part)
         elif isinstance(part, AddedRows):
@@ -71,8 +79,10 @@ def merge_adapters(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn
             if is_quantized(part):
                 _dequantize_base(module, name, part)
             fold_ia3(module.get_submodule(name))
-        elif is_bitsandbytes(part):
+        elif is_bitsandbytes(part) and not is_stack(part):
             _replace(module, name, plain_layer(part, dequantize(part)))
+        if isinstance(part, ReadsCodes):
+            dequantize_stacks(part, dtype)
         merged = module.get_submodule(name)
         if coded and dtype is not None and not is_quantized(merged):
             merged.to(dtype)
@@ -86,7 +96,9 @@ def merge_adapters(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn
 def dequantize_layers(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace each quantised layer that has no adapter by a float layer, in place, and return the module."""
     for name, part in _parts(module):
-        if is_quantized(part) and not isinstance(part, LowRank | IA3Scaled):
+        if isinstance(part, ReadsCodes):
+            dequantize_stacks(part, dtype)
+        elif is_quantized(part) and not isinstance(part, LowRank | IA3Scaled):
             _replace(module, name, plain_layer(part, dequantize(part)).to(dtype))
     _forget(module)
     return module
@@ -108,7 +120,9 @@ def without_adapters(module: nn.Module) -> dict[str, Tensor]:
     part: Any
     for name, part in module.named_modules():
         if is_quantized(part):
-            state[f"{name}.weight"] = plain_layer(part, dequantize(part)).get_parameter("weight").detach()
+            plain = plain_layer(part, dequantize(part))
+            del state[f"{name}.weight"]
+            state[float_name(name, part)] = (plain if is_stack(part) else plain.get_parameter("weight")).detach()
     return {moved.get(name, name): tensor for name, tensor in state.items()}
 
 

@@ -5,7 +5,7 @@ The formats and their formulas are in :mod:`lit_efficient.mechanisms.adapters.bi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,23 @@ from lit_efficient.surgery import mix_in
 
 FORMATS = ("nf4", "fp4", "int8", "int4")
 SOURCE = "quant_source"  # attribute of a quantised layer: its weight before, [out, in], until an adapter starts from it
-_BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
+_STACK = "Stack4bit"
+_BITSANDBYTES = ("Linear4bit", "Linear8bitLt", _STACK)
 
 
 def is_bitsandbytes(module: object) -> bool:
-    """Return whether a layer is a 4-bit or 8-bit layer of bitsandbytes."""
+    """Return whether a layer holds codes of bitsandbytes: its 4-bit and 8-bit layers, and stacks of experts."""
     return any(base.__name__ in _BITSANDBYTES for base in type(module).__mro__)
+
+
+def is_stack(module: object) -> bool:
+    """Return whether a layer holds the codes of stacked matrices, and replaces a parameter of the module around it."""
+    return any(base.__name__ == _STACK for base in type(module).__mro__)
+
+
+def float_name(name: str, module: object) -> str:
+    """Return the name that the weight of a quantised layer has without quantisation."""
+    return name if is_stack(module) else f"{name}.weight"
 
 
 def is_quantized(module: object) -> bool:
@@ -185,14 +196,19 @@ def _dequantize_8bit(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.to(torch.float32) * (scale.to(torch.float32) / 127)[:, None]
 
 
-def plain_layer(module: Any, weight: Tensor) -> nn.Module:
+def plain_layer(module: Any, weight: Tensor) -> Any:
     """Return a float layer of the type that was quantised, with a given weight and the same bias parameter.
 
     Args:
         module: The quantised layer.
         weight: Float weight, [out, in]. For stacked experts, it may also have the shape of the experts' weight.
+
+    Returns:
+        The layer, or the parameter alone for a stack, which replaces a parameter.
     """
     layer: Any
+    if is_stack(module):
+        return nn.Parameter(weight, requires_grad=False)
     if isinstance(module, QuantizedExperts):
         if weight.ndim == 2:
             weight = _oriented(weight.unflatten(0, (module.expert_shape[0], -1)), module.is_transposed)
@@ -222,6 +238,8 @@ def quantization_of(module: nn.Module) -> dict[str, dict[str, Any]]:
                 "group_size": getattr(part, "group_size", 0),
                 "transposed": is_conv1d(part),
             }
+            if is_stack(part):
+                found[name]["stack"] = list(part.shape)
             if getattr(part, "lora_rounds", 1) > 1:
                 found[name]["loftq"] = [len(part.lora_A), part.lora_scale, part.lora_rounds]
     return found
@@ -238,7 +256,7 @@ def quantize_entry(state: dict[str, Tensor], name: str, how: Mapping[str, Any]) 
         how: The layer's settings from :func:`quantization_of`. With several rounds of LoftQ the weight is rounded
             beside the adapter of the last round but one.
     """
-    key = f"{name}.weight"
+    key = name if "stack" in how else f"{name}.weight"
     shape = state[key].shape
     if how["transposed"]:
         weight = state[key].T
@@ -264,12 +282,21 @@ def quantize_entry(state: dict[str, Tensor], name: str, how: Mapping[str, Any]) 
         state[key] = _oriented(dequantize(twin), how["transposed"]).contiguous().view(shape)
 
 
-def dequantize_entry(state: dict[str, Tensor], name: str, *, transposed: bool = False) -> None:
-    """Replace a quantised layer's weight and constants in a ``state_dict`` by a float weight, in place."""
+def dequantize_entry(
+    state: dict[str, Tensor], name: str, *, transposed: bool = False, stack: Sequence[int] | None = None
+) -> None:
+    """Replace a quantised layer's weight and constants in a ``state_dict`` by a float weight, in place.
+
+    The weight of a stack gets the given shape, and the name of the parameter that the stack replaced.
+    """
     key = f"{name}.weight"
     prefixes = (f"{key}.", f"{key}_scale", f"{key}_zero", f"{key}_format", f"{name}.SCB")
     constants = {k.removeprefix(f"{name}."): state.pop(k) for k in list(state) if k.startswith(prefixes)}
-    state[key] = _oriented(_floats(state[key], constants), transposed).contiguous()
+    floats = _oriented(_floats(state.pop(key), constants), transposed).contiguous()
+    if stack is None:
+        state[key] = floats
+    else:
+        state[name] = floats.view(*stack)
 
 
 def is_code(tensor: Tensor) -> bool:
