@@ -159,6 +159,7 @@ OF_OTHERS = {("Compile", "TORCH_LOGS"), ("ContrastiveFlowMatching", "prediction"
 OF_OTHERS |= {
     ("StochasticDepth", "batch_first"),
     ("ChunkedCrossEntropy", "labels"),
+    ("AsyncCheckpoint", "save_last"),
     ("RewardModeling", "modules_to_save"),
 }
 

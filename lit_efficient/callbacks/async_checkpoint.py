@@ -8,13 +8,16 @@ Costs: host memory for one more checkpoint, and a wait if a save comes before th
 Source: torch.distributed.checkpoint.async_save, https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_efficient.errors import CheckpointError, ChecksTypes, ConfigurationError
+from lit_efficient.files.background import Jobs
 from lit_efficient.internals.lightning_trainer import TrainerOnly
 
 
@@ -27,7 +30,8 @@ class AsyncCheckpoint(Callback, ChecksTypes, TrainerOnly):
     synchronous.
 
     Raises:
-        ConfigurationError: If the trainer has no `SafeCheckpointIO`, or its strategy writes checkpoints itself.
+        ConfigurationError: If the trainer has no `SafeCheckpointIO`, if its strategy writes checkpoints itself, and for
+            ``ModelCheckpoint(save_last="link")``.
     """
 
     helps: ClassVar[dict[str, tuple[int, str]]] = {"speed": (0, "training goes on while a checkpoint is written")}
@@ -48,11 +52,23 @@ class AsyncCheckpoint(Callback, ChecksTypes, TrainerOnly):
                 "leave AsyncCheckpoint out, or use ShardedStrategy"
             )
 
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "save_last", None) == "link":
+                raise ConfigurationError(
+                    "AsyncCheckpoint: ModelCheckpoint(save_last='link') makes a link to a file that is not written "
+                    "yet: set save_last=True, which makes one file with two names"
+                )
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         checkpoint_io: Any = trainer.strategy.checkpoint_io
         checkpoint_io.begin_background()
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):  # asks which names are free
+                callback.file_exists = partial(_exists, callback, checkpoint_io.jobs)  # type: ignore[method-assign]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for callback in trainer.checkpoint_callbacks:
+            vars(callback).pop("file_exists", None)
         checkpoint_io: Any = trainer.strategy.checkpoint_io
         checkpoint_io.teardown()
 
@@ -61,3 +77,11 @@ class AsyncCheckpoint(Callback, ChecksTypes, TrainerOnly):
             self.teardown(trainer, pl_module, "fit")
         except CheckpointError as error:  # the exception that ends the fit is the one to raise
             rank_zero_warn(f"AsyncCheckpoint: {error}")
+
+
+def _exists(callback: ModelCheckpoint, jobs: Jobs, path: str, trainer: Trainer) -> bool:
+    """Return whether a checkpoint exists or will exist when the jobs are done. Process 0 decides."""
+    planned = jobs.will_exist(path)
+    if planned is None:
+        return type(callback).file_exists(callback, path, trainer)
+    return trainer.strategy.reduce_boolean_decision(planned and trainer.is_global_zero, all=False)

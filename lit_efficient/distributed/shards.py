@@ -81,7 +81,7 @@ def write_shards(
     if jobs is None:
         finish()
     else:
-        jobs.submit(finish)
+        jobs.submit(finish, target)
 
 
 def _fill_folder(

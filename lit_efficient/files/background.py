@@ -4,6 +4,7 @@ If a job fails, the jobs behind it are skipped, so that a checkpoint is never re
 The next ``wait`` raises the error.
 """
 
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +16,12 @@ class Jobs:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._last: Future[None] | None = None
+        self._after: dict[str, bool] = {}  # paths that jobs write (True) or remove
         _queues.add(self)
 
-    def submit(self, job: Callable[[], object]) -> None:
-        """Run ``job`` after all jobs so far, unless one of them fails."""
+    def submit(self, job: Callable[[], object], path: str | os.PathLike[str], writes: bool = True) -> None:
+        """Run ``job``, which writes or removes ``path``, after all jobs so far, unless one of them fails."""
+        self._after[os.fspath(path)] = writes
         before = self._last
 
         def run() -> None:
@@ -31,8 +34,13 @@ class Jobs:
     def wait(self) -> None:
         """Return when all jobs are done. Raise the error of a failed job, once."""
         last, self._last = self._last, None
+        self._after = {}
         if last is not None:
             last.result()
+
+    def will_exist(self, path: str | os.PathLike[str]) -> bool | None:
+        """Return whether a path exists after the jobs, or None if no job writes or removes it."""
+        return self._after.get(os.fspath(path))
 
 
 _queues: weakref.WeakSet[Jobs] = weakref.WeakSet()

@@ -107,7 +107,7 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
             self.jobs.wait()
             content = serialised(checkpoint)
             self._waiting = weakref.ref(content)
-        self.jobs.submit(partial(self._write, content, target))
+        self.jobs.submit(partial(self._write, content, target), path)
 
     def begin_background(self) -> None:
         """Write all checkpoints in a thread, from copies, until ``teardown``."""
@@ -179,7 +179,7 @@ class SafeCheckpointIO(ChecksTypes, CheckpointIO):
         if self.jobs is None:
             remove()
         else:
-            self.jobs.submit(remove)
+            self.jobs.submit(remove, path, writes=False)
 
     def last_good(self, damaged: str | os.PathLike[str]) -> Path | None:
         """Return the newest other ``*.ckpt`` in the same folder that is intact and resumable, or ``None``."""

@@ -121,6 +121,36 @@ def test_the_last_step_of_a_command_has_its_name_when_the_fit_ends(
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
 
 
+class Scores(Callback):
+    """Log a metric for each step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.log("score", float([5, 3, 4, 1, 2, 6, 0, 7][trainer.global_step % 8]))
+
+
+@pytest.mark.parametrize("kept", [3, -1])
+def test_checkpoints_of_one_name_get_the_numbers_that_they_have_without_it(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a name is asked for while the file of that name is written or removed."""
+    save = safe_checkpoint_io.save_atomically
+
+    def slowly(content: object, target: Path) -> None:
+        time.sleep(0.05)
+        save(content, target)
+
+    monkeypatch.setattr(safe_checkpoint_io, "save_atomically", slowly)
+    found = []
+    for callbacks in ([], [AsyncCheckpoint()]):
+        folder = tmp_path / f"{len(callbacks)}"
+        saving = ModelCheckpoint(folder, "best", "score", every_n_train_steps=1, save_top_k=kept)
+        run = fitted([Scores(), saving, *callbacks], max_epochs=2)
+        steps = {file.name: load_verified(file)["global_step"] for file in folder.iterdir()}
+        assert kept == 3 or len(steps) == run.global_step
+        found.append((steps, Path(saving.best_model_path).name))
+    assert found[0] == found[1]
+
+
 class OwnWriter(SingleDeviceStrategy):
     """A strategy that writes checkpoints in its own way."""
 
@@ -131,5 +161,7 @@ class OwnWriter(SingleDeviceStrategy):
 def test_it_needs_a_plugin_and_a_strategy_that_can() -> None:
     with pytest.raises(ConfigurationError, match=r"TorchCheckpointIO cannot write in the background: add SafeCheck"):
         fit(Tiny(), [AsyncCheckpoint()])
+    with pytest.raises(ConfigurationError, match="makes a link to a file that is not written yet: set save_last=True"):
+        fitted([AsyncCheckpoint(), ModelCheckpoint(save_last="link")])
     with pytest.raises(ConfigurationError, match="OwnWriter writes its checkpoints itself"):
         fit(Tiny(), [AsyncCheckpoint()], plugins=[SafeCheckpointIO()], strategy=OwnWriter())
