@@ -8,7 +8,8 @@ Source: Wang et al. (2024), https://arxiv.org/abs/2408.15664; DeepSeek-V3, https
 
 The bias decides which experts are chosen. The weights of the chosen experts are computed from the scores s without it,
 by the router's own code. DeepSeek-V3, GLM-4.5 and others have such a bias, which transformers does not change in
-training. Routers of other models (Mixtral, Qwen3-MoE, GPT-OSS) get one.
+training. Routers of other models (Mixtral, Qwen3-MoE, GPT-OSS) get one. The bias follows the choices and not the
+gradients, so it also changes in a step that a gradient scaler skips, as in Megatron.
 """
 
 from collections.abc import Mapping

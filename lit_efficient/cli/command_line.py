@@ -53,6 +53,7 @@ from lit_efficient.files.remote import is_remote
 from lit_efficient.files.runs import real
 from lit_efficient.internals.jsonargparse_parser import spelt_for, subcommands
 from lit_efficient.internals.lightning_cli import OpenCLI
+from lit_efficient.internals.lightning_comet import comet_begins_late
 from lit_efficient.internals.lightning_hooks import skip_empty_hooks
 from lit_efficient.internals.lightning_strategies import pickles
 from lit_efficient.internals.lightning_wandb import begin_late
@@ -232,7 +233,8 @@ class LitEfficientCLI(OpenCLI):
         self._written = self.config
         self.config = self._placed(self.config)
         try:
-            super().instantiate_classes()
+            with comet_begins_late():
+                super().instantiate_classes()
         except (ValueError, TypeError) as error:
             raise constructor_error(error) from error
         callbacks = callbacks_of(self.trainer)

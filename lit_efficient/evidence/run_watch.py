@@ -23,7 +23,7 @@ from lit_efficient.internals.torch_compiler import is_compiled
 from lit_efficient.mechanisms.metering import count_real
 from lit_efficient.traits import Trait
 
-WARM_UP = 4  # steps that are not timed, the last of which is counted; in short runs the first half
+WARM_UP = 4  # steps that are not timed, the last of which is counted; fewer in runs of less than 8 steps
 
 
 @dataclass
@@ -99,8 +99,12 @@ class Measured:
 
 
 def warm_up(steps: int) -> int:
-    """Return the number of steps of a run that are not timed."""
-    return min(WARM_UP, steps // 2)
+    """Return the number of steps of a run that are not timed.
+
+    There are at least two, because the bytes of the last one are counted, and the optimizer has no state in the first.
+    A run of two steps has one, and a run of one step none.
+    """
+    return min(WARM_UP, max(2, steps // 2), steps - 1)
 
 
 class StepWatch(Callback):

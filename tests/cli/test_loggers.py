@@ -48,6 +48,8 @@ def test_comet_writes_an_archive_offline(monkeypatch):
     code = f"import sys; sys.path = {sys.path}; from lit_efficient.__main__ import main; sys.exit(main(sys.argv[1:]))"
     subprocess.run([sys.executable, "-c", code, "fit", *words], check=True, capture_output=True)
     (archive,) = Path(".cometml-runs").glob("*.zip")
+    subprocess.run([sys.executable, "-c", code, "check", *words], check=True, capture_output=True)
+    assert [*Path(".cometml-runs").glob("*.zip")] == [archive]  # a check begins no experiment
     with zipfile.ZipFile(archive) as files:
         text = files.read("messages.json").decode()
     values = losses(real(Path("runs/base/latest")))

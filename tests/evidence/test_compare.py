@@ -144,7 +144,7 @@ class TooMuch(L.Callback):
 
 def test_a_technique_may_be_what_makes_it_fit(tmp_path):
     source = LiveFit(trainer(max_steps=1, callbacks=[TooMuch()]), Toy(), data())
-    comparing = Comparing(source, CHANGES[:1], Schedule(steps=2, seeds=1, validations=1), tmp_path)
+    comparing = Comparing(source, CHANGES[:1], Schedule(steps=3, seeds=1, validations=1), tmp_path)
     comparing.run()
     baseline, lora = comparing.result().variants
     assert "out of memory" in baseline.failed
@@ -178,7 +178,7 @@ def test_what_is_live_is_compared_in_one_call_and_stays(source, tmp_path):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"steps": 0}, "steps"),
+        ({"steps": 2}, "steps"),
         ({"seeds": 1.5}, "seeds"),
         ({"minutes": 0}, "minutes"),
         ({"validations": -1}, "validations"),
@@ -266,7 +266,7 @@ def test_what_two_at_once_have_made_counts_once(tmp_path):
 
 def test_an_interval_that_is_narrow_by_chance_does_not_end_the_runs(source, tmp_path):
     """With at least three rounds, a tenth of all comparisons of equals found evidence of a difference."""
-    run = Comparing(source, [Change("null")], Schedule(steps=1, seeds=1), tmp_path)
+    run = Comparing(source, [Change("null")], Schedule(steps=3, seeds=1), tmp_path)
     settled = []
     for turn in range(6):
         run.rows.rows += [Row(key, turn, False, run_of("", 0, [1.0, 1.0], 1.0)) for key in run.keys.values()]

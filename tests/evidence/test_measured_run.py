@@ -139,6 +139,12 @@ def test_a_scheduler_that_waits_for_a_validation_can_be_measured_without_any():
     assert not measured(LiveFit(trainer(limit_val_batches=0), Toy(), (data(), data())), steps=2).held_out
 
 
+def test_the_bytes_of_a_short_run_are_those_of_a_step_with_optimizer_states(source):
+    short, long = (measured(source, steps=steps) for steps in (3, 8))
+    assert short.kinds["states"] == long.kinds["states"] > 0
+    assert short.peak == pytest.approx(long.peak, rel=1e-3)
+
+
 def test_a_limit_of_one_batch_stays_one():
     fits = [LiveFit(trainer(limit_val_batches=limit), Toy(), (data(), data(16))) for limit in (1, 4, 1.0)]
     one, four, all_of_four = (measured(fit, steps=1, validations=1).held_out["val/loss"][0][2] for fit in fits)

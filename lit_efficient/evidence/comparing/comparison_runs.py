@@ -47,8 +47,8 @@ class Schedule:
     cpu_time: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "seeds"):
-            check_number("compare", name, getattr(self, name), least=1, whole=True)
+        check_number("compare", "steps", self.steps, least=3, whole=True)  # two are not timed
+        check_number("compare", "seeds", self.seeds, least=1, whole=True)
         check_number("compare", "validations", self.validations, least=0, whole=True)
         check_number("compare", "minutes", self.minutes, above=0)
         check_number("compare", "narrow", self.narrow, above=0, null=True)
