@@ -19,7 +19,7 @@ from lit_efficient.mechanisms.adapters import base
 UNSLOTH = 128  # launches of a block with adapters, read in its code
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize(
     ("ours", "theirs", "launches", "gigabytes"),

@@ -301,7 +301,7 @@ def test_the_longest_context_is_the_one_that_the_memory_holds_and_is_run_where_t
     assert found["seconds expected"] > 45
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_one_device_shows(drive: Any) -> None:
     plan = drive.pieces("cuda")
     names = [piece.name for piece in plan]

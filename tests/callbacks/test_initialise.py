@@ -219,6 +219,7 @@ def test_a_branch_has_one_factor_that_begins_at_zero_and_all_of_it_learns(make: 
     assert [name for name, p in network.named_parameters() if torch.equal(p, starts[name])] == []
 
 
+@pytest.mark.turns(6, family="slow")
 def test_gates_are_no_branches_and_attention_to_another_text_and_shortcuts_hide_none() -> None:
     timm, transformers = import_timm(), pytest.importorskip("transformers")
     sizes = {"d_model": 16, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}

@@ -131,6 +131,7 @@ def test_without_applying_it_the_run_is_a_plain_one_shuffling_included() -> None
     assert_equal(fit(), fit(finder(apply=False)))
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("guard", [False, True])
 def test_divergence_ends_a_trial(guard: bool) -> None:
     def steps(**arguments: Any) -> tuple[LRFinder, dict[float, int]]:

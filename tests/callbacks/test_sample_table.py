@@ -35,6 +35,7 @@ def _fit(folder: Path, table: SampleTable, **options: Any) -> Any:
     return task
 
 
+@pytest.mark.turns(6, family="slow")
 def test_the_tables_of_an_offline_run_of_wandb_are_the_texts_in_the_folder(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path, offline=True, name="run")
     task = _fit(tmp_path, SampleTable(2, samples=3, folder=str(tmp_path)), logger=logger)

@@ -8,6 +8,7 @@ from jsonargparse import ArgumentParser
 
 from lit_efficient.__main__ import main
 from lit_efficient.cli.arguments import read_command
+from lit_efficient.cli.parsing import set_import_policy
 from lit_efficient.cli.tree import Place, Table, flat, merge, place_of, plain_data, read_text
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.files.configs import known
@@ -183,6 +184,7 @@ def test_an_overlay_that_is_appended_twice_is_the_overlay_once() -> None:
 def test_free_arguments_are_read_as_jsonargparse_reads_them(
     config: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    set_import_policy(["tests"])  # which an earlier test of the process may have set otherwise
     path = "tests.cli.free_arguments.FreeArguments"
     Path("one.yaml").write_text(f"model: {{class_path: {path}, init_args: {{{config}}}}}")
     parser = ArgumentParser(exit_on_error=False)

@@ -52,7 +52,7 @@ def peaks_at(most: int, work: Callable[[], Any]) -> Any:
     return found.pop()
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_no_second_model_is_ever_in_memory(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for part in (_write, _turn):
@@ -67,6 +67,7 @@ def _write(place: Path) -> None:
         write_snapshot(place, Snapshot(seed + 1, 0.1), {n: t for n, t in state.items() if t.is_floating_point()})
 
 
+@pytest.mark.turns(6, family="slow")
 def test_an_average_of_bfloat16_takes_no_more_than_its_sum_in_float32(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for part in (_write_averaged, _average_averaged):

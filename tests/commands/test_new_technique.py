@@ -23,6 +23,7 @@ def succeeds(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.turns(6, family="slow")
 def test_files_of_a_package_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new-technique", "L2Clamp"]) == 0

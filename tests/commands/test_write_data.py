@@ -87,6 +87,7 @@ def in_ranks(home: Path, output: Path) -> None:
     assert write(home, output, "--keep_cut", prompts="many.jsonl") == 0
 
 
+@pytest.mark.turns(6, family="slow")
 def test_two_processes_write_the_file_of_one_and_go_on_with_it(home: Path, tmp_path: Path) -> None:
     many = [json.dumps({"prompt": f"{prompt} {number}"}) + "\n" for number in range(3) for prompt in PROMPTS]
     (home / "many.jsonl").write_text("".join(many))
@@ -123,6 +124,7 @@ def dies_in_the_middle(home: Path, output: Path) -> None:
     sys.exit(write(home, output, "--ckpt", str(home / "ours.ckpt"), prompts="many.jsonl"))
 
 
+@pytest.mark.turns(6, family="slow")
 def test_where_a_process_is_killed_the_other_ends_with_a_sentence(home: Path, tmp_path: Path) -> None:
     (home / "many.jsonl").write_text("".join(json.dumps({"prompt": f"x {number}"}) + "\n" for number in range(18)))
     ranks, logs = start_ranks(dies_in_the_middle, tmp_path, home, tmp_path / "out.jsonl")

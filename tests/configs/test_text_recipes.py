@@ -57,7 +57,7 @@ def test_a_plan_knows_the_pipeline_of_the_network(name: str, capsys: pytest.Capt
     assert planned["kinds"]["weights"] + planned["kinds"]["adapters"] == 4 * planned["parameters"]
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_a_plan_searches_the_batch_of_latents_without_their_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -256,7 +256,7 @@ def test_groups_that_a_callback_adds_follow_the_schedule_in_proportion(tmp_path:
     assert [group["weight_decay"] for group in run.optimizers[0].param_groups] == pytest.approx([0.4, 0.2])
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("name", ["EMA", "PowerEMA", "CheckpointAverage"])
 def test_an_average_survives_a_checkpoint_that_is_restored_during_an_evaluation(name: str, tmp_path: Path) -> None:
     """BatchSizeFinder restores one in inference mode, where tensors are made that cannot be written later."""

@@ -26,7 +26,7 @@ def files_of(tmp_path):
     return {file: file.stat().st_mtime_ns for file in (tmp_path / "cache" / "class_images").rglob("*.png")}
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_they_are_what_the_pipeline_gives_and_are_made_once(tmp_path):
     write(tmp_path / "own", ["0.png", "1.png"])
     write(tmp_path / "class", ["2.png"])
@@ -84,7 +84,7 @@ def test_the_pipeline_is_that_of_the_trained_network(tmp_path):
         data_of(tmp_path, 1, pipeline=None).prepare_data()
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_a_folder_with_weights_of_one_variant_makes_them(tmp_path):
     write(tmp_path / "own", ["0.png"])
     whole = diffusers.DiffusionPipeline.from_pretrained(DiffusersModelConfig("tiny:sd15").name_or_path)

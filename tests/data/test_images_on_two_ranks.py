@@ -130,6 +130,7 @@ def in_ranks(folder: Path) -> None:
 CASES = [(True, True), (False, False)]
 
 
+@pytest.mark.turns(6, family="slow")
 def test_two_processes_have_the_gradients_of_one_and_share_streams(tmp_path: Path) -> None:
     """Roles, weights, masks and conditions in buckets that do not fill their batches, with accumulated gradients."""
     written(tmp_path)

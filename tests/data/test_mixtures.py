@@ -136,6 +136,7 @@ def test_ranks_share_an_epoch() -> None:
     assert Counter(whole)[10] + Counter(whole)[11] + Counter(whole)[12] + Counter(whole)[13] == 10
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("by", ["rows", "tokens"])
 def test_a_resumed_mixture_has_the_batches_of_one_that_never_stopped(tmp_path: Path, streaming: bool, by: Any) -> None:
@@ -178,7 +179,7 @@ def shares_of_fade(begin: float, end: float) -> list[float]:
     return [0.75 * (1 - middle), 0.5 * middle, 0.25 * (1 - middle) + 0.5 * middle]
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("epochs", [1.0, 2.0, 0.5])
 def test_a_schedule_moves_the_shares_in_an_epoch_and_from_epoch_to_epoch(tmp_path: Path, epochs: float) -> None:
     data = mixture(tmp_path, FADE, mixture={"epochs": epochs}, pack=False)

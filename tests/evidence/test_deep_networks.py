@@ -61,7 +61,7 @@ def planned(shape: str, *callbacks: Any, **options: Any) -> Any:
     return plan(LiveFit(run, LanguageModeling(SHAPES[shape], warmup_steps=0), rows))
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_a_folder_that_is_named_is_planned_as_what_is_in_it(tmp_path, monkeypatch):
     build(SHAPES["llama"]).bfloat16().save_pretrained(tmp_path)
     for dtype in ("float32", "bfloat16", "auto"):
@@ -100,6 +100,7 @@ def test_what_each_block_adds_is_counted_as_often_as_it_is_there(shape, techniqu
     assert (few.parameters, few.trainable, few.flops) == (whole.parameters, whole.trainable, whole.flops)
 
 
+@pytest.mark.turns(6, family="slow")
 def test_all_blocks_are_traced_where_a_technique_would_save_nothing_on_few(monkeypatch):
     """States of the embedding keep 32 bits, which costs more than two blocks of bfloat16 save."""
     monkeypatch.setitem(SHAPES, "large table", GPTConfig(1024, dim=64, depth=6, num_heads=2, max_length=32))
@@ -136,6 +137,7 @@ def test_the_peak_of_few_blocks_at_the_start_of_a_backward_pass_is_not_mixed_wit
     assert (found.peak, dict(found.kinds)) == (whole.memory.peak, dict(whole.memory.kinds))
 
 
+@pytest.mark.turns(6, family="slow")
 def test_all_blocks_are_traced_where_the_peaks_of_few_are_at_different_places(monkeypatch):
     for name, blocks in (("FEW", 2), ("MORE", 3), ("MANY", 5)):
         monkeypatch.setattr(planning, name, blocks)

@@ -134,6 +134,7 @@ def planned_for_cuda(depth: int, *callbacks: L.Callback) -> le.Plan:
     return le.plan(LiveFit(trainer, le.LanguageModeling(config), DataLoader([row] * 4, BATCH)), device="cuda")
 
 
+@pytest.mark.turns(6, family="slow")
 def test_a_plan_for_cuda_has_offloaded_tensors_of_two_blocks() -> None:
     plain = [planned_for_cuda(depth).kinds["activations"] for depth in (5, 6)]
     block = plain[1] - plain[0]
@@ -144,6 +145,7 @@ def test_a_plan_for_cuda_has_offloaded_tensors_of_two_blocks() -> None:
         le.plan(LiveFit(*fits(llama(), [le.ActivationOffload()])))
 
 
+@pytest.mark.turns(6, family="slow")
 def test_a_plan_for_cuda_offloads_the_blocks_that_the_bus_hides() -> None:
     """Copies that take the time of 1.5 blocks are hidden behind two: the first and the third of six are moved."""
 
@@ -159,6 +161,7 @@ def test_a_plan_for_cuda_offloads_the_blocks_that_the_bus_hides() -> None:
         assert plain.kinds["activations"] - found == pytest.approx(moved * block, abs=0.3 * block)
 
 
+@pytest.mark.turns(6, family="slow")
 def test_a_plan_for_cuda_has_swapped_weights_of_two_blocks_and_offloaded_states_of_two_pieces() -> None:
     def planned(depth: int, *techniques: L.Callback) -> le.Plan:
         return planned_for_cuda(depth, le.ActivationCheckpointing(), le.LoRA(rank=2, targets=["up"]), *techniques)
@@ -184,6 +187,7 @@ def test_a_plan_for_cuda_has_swapped_weights_of_two_blocks_and_offloaded_states_
             planned_for_cuda(6, technique)
 
 
+@pytest.mark.turns(6, family="slow")
 def test_a_plan_for_cuda_of_packed_rows_grows_linearly_with_their_length() -> None:
     """Windows, too: no mask of T x T. Embeddings and logits are linear by themselves."""
     from transformers import MistralConfig

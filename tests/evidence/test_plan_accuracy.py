@@ -41,6 +41,7 @@ def test_every_strategy_is_measured_in_two_processes_or_needs_deepspeed():
     assert named == (STRATEGIES.keys() - {"DDPStrategy"}) | {"ZeroStrategy"}
 
 
+@pytest.mark.turns(6, family="slow")
 def test_a_fit_that_is_made_on_meta_whole_its_metrics_too_is_planned():
     found = le.plan(Llama70B(length=32, layers=1))
     embeddings = 2 * 2 * FIELDS["vocab_size"] * FIELDS["hidden_size"]  # and the head, in 16 bits

@@ -142,7 +142,7 @@ def test_a_level_is_the_worse_end_and_is_interpolated() -> None:
     assert math.isnan(quality.reached(slow, 1.0, 0))
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_a_recipe_changes_with_its_settings_and_names_are_told_apart() -> None:
     keys = [(arm.task, arm.name) for arm in quality.ARMS]
     assert len({*keys}) == len(keys)

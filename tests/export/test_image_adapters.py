@@ -76,6 +76,7 @@ def exported(folder: Path) -> int:
     return export([str(folder / "a.ckpt"), "--format", "peft", "--output", str(folder / "out")])
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("encoders", [["CLIPTextModel"], ["CLIPTextModelWithProjection", "CLIPTextModel"]])
 def test_adapters_of_several_networks_load_into_a_pipeline(
@@ -109,6 +110,7 @@ def test_adapters_of_several_networks_load_into_a_pipeline(
             assert (output(base.eval()) - expected).abs().max() > 1e-2
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore")
 def test_a_file_that_diffusers_reads_otherwise_fails_the_check(tmp_path: Path) -> None:
     trained(tmp_path, {"unet": unet(), "text_encoder": clip("CLIPTextModel")})

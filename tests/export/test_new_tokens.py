@@ -175,6 +175,7 @@ def test_new_tokens_learn_under_lora_and_leave_in_both_formats(
     torch.testing.assert_close(logits(more.network, ids), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_a_resumed_run_learns_the_same_rows(quantize: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = base(tmp_path, "llama", tied=quantize is None)
@@ -208,6 +209,7 @@ def test_new_rows_do_not_stay_frozen_without_a_choice(tmp_path: Path) -> None:
         fit(tmp_path, name, LoRA(rank=2, trainable_token_indices=[]))
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore")  # of peft, about names of transformers
 @pytest.mark.parametrize("tied", [False, True])
 def test_tokens_added_by_hand_to_spare_rows_are_new(

@@ -81,6 +81,7 @@ def test_text_encoders_that_trained_are_part_of_the_copy(tmp_path: Path) -> None
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["text_encoder"][1] == "CLIPTextModel"
 
 
+@pytest.mark.turns(6, family="slow")
 def test_merged_adapters_and_adapters_alone(tmp_path: Path) -> None:
     from lightning.pytorch import Trainer
 

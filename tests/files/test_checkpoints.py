@@ -143,6 +143,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.turns(6, family="slow")
 def test_what_cannot_be_mapped_is_read_and_want_of_memory_is_no_damage(tmp_path):
     small, large = tmp_path / "small.ckpt", tmp_path / "large.ckpt"
     save_atomically({"weight": torch.zeros(3)}, small)

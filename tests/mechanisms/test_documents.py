@@ -401,6 +401,7 @@ def test_what_lies_far_apart_is_asked_in_a_row_as_long_as_the_batchs() -> None:
         DocumentRows("Task", longest=length).arguments(network, PACKED)
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("family", "fields"),
@@ -540,7 +541,7 @@ def test_carried_states_are_refused_in_packed_rows_alone(kind: str) -> None:
     assert task.predict_step(padded, 0).shape == (2,)
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_kernels_for_states_get_the_documents_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has none of them: what they compute, document by document, stands in for them."""
     from transformers.models.bamba import modeling_bamba as module
@@ -616,7 +617,7 @@ def test_the_question_leaves_no_trace() -> None:
     assert network.log == [first]
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("kind", ["gpt", "gemma2", "llama"])
 def test_the_question_takes_as_many_calls_as_is_documented(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The most are in 16 bits, where a second way replaces the first."""

@@ -133,6 +133,7 @@ def assert_is_theirs(network: Any, packs: bool = True) -> None:
         torch.testing.assert_close(ours["loss"] - ours["extra_loss"], theirs.loss - coefficient * theirs.aux_loss)
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("kind", USUAL)
 def test_the_balancing_loss_is_on_by_default_and_the_networks_own(kind: str) -> None:
     network = network_of(kind)

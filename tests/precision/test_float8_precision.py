@@ -157,6 +157,7 @@ def test_rows_are_padded_to_what_float8_units_sum_over_and_only_then() -> None:
         assert bool(padded) is (rows == 30)
 
 
+@pytest.mark.turns(6, family="slow")
 def test_loss_stays_close_to_bf16() -> None:
     torch.manual_seed(0)
     x, y = torch.randint(0, 32, (8, 16)), torch.randint(0, 32, (8, 16))

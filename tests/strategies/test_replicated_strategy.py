@@ -9,6 +9,7 @@ from tests.processes import run_ranks
 from tests.ranks import replicated
 
 
+@pytest.mark.turns(6, family="slow")
 def test_gradients_are_those_of_plain_ddp_in_memory_of_the_buckets(tmp_path: Path) -> None:
     run_ranks(replicated.both, tmp_path)
 

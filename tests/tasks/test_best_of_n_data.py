@@ -82,6 +82,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore:BestOfN. a sample is left out")
 @pytest.mark.parametrize(("chat", "keep", "least"), [(True, False, None), (False, True, 0.3)])
 def test_the_kept_answers_are_those_of_a_slow_loop(

@@ -248,6 +248,7 @@ def test_a_teacher_whose_pipeline_shifts_its_times(family, tmp_path):
     assert torch.equal(*drawn)
 
 
+@pytest.mark.turns(6, family="slow")
 def test_adapters_of_matching_leave_the_second_network_and_the_base_out(tmp_path):
     written("sdxl", tmp_path / "base")
     spec = DiffusersModelConfig(str(tmp_path / "base"))

@@ -66,7 +66,7 @@ def _run(folder: Path, out: Path, steps: int = 3, lora: Any = True, world: int =
     return task, seen.figures
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("rollout", [{}, {"temperature": 0.7, "top_k": 50}])
 def test_a_run_with_a_server_is_the_run_with_our_generator(
     folder: Path, server: StandIn, rollout: dict[str, Any], tmp_path: Path
@@ -109,7 +109,7 @@ def test_a_server_with_other_log_probabilities_is_refused_where_they_differ(fold
                 _write(task)
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_wrong_answers_and_missing_adapters_are_sentences(folder: Path, server: StandIn, tmp_path: Path) -> None:
     task, _ = _run(folder, tmp_path, 1, engine=VLLM(server.url))
     log_probs = {"tokens": ["token_id:90", "token_id:91"], "token_logprobs": [-1.0, -2.0]}

@@ -238,7 +238,7 @@ def test_trl_trains_on_the_same_batches_with_the_same_losses(one_base: Path, tmp
     assert expected[2] < expected[0]
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_frozen_parts_stay_and_adapters_leave_them_out(one_base: Path, tmp_path: Path) -> None:
     data = data_of(write_rows(tmp_path / "data"), one_base, tmp_path)
     task = LanguageModeling(CausalLMConfig(str(one_base), frozen=["vision_tower", "multi_modal_projector"]), 0.01)
@@ -642,7 +642,7 @@ def config_of(folder: Path) -> list[str]:
     return ["-c", "llm/image_text", *(f"--{name}={value}" for name, value in changed.items())]
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_the_config_trains_what_it_says_and_exports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -693,7 +693,7 @@ def test_a_plan_counts_what_a_step_with_images_takes(family: str, base: Path, tm
     assert planned.at_most == planned.at_least == ""
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_a_plan_without_data_says_that_it_counts_no_images(one_base: Path, tmp_path: Path) -> None:
     source = Planned(one_base, tmp_path)
     shutil.rmtree(tmp_path / "data")

@@ -131,6 +131,7 @@ def test_labels_shifted_beforehand_give_the_same_loss() -> None:
     assert torch.equal(expected, got)
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_documents_packed_by_position_ids_do_not_see_each_other(family: str) -> None:
     task, batch = _task(family), _batch()

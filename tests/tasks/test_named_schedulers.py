@@ -112,7 +112,7 @@ def check_latents(family: str, name: str, options: dict[str, Any], folder: Path)
     assert again.sampler == module.sampler
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize(
     ("family", "name"),
     [

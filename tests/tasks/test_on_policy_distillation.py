@@ -114,7 +114,7 @@ def test_the_prompt_of_a_document_ends_before_its_last_answer() -> None:
     assert prompts_of({"input_ids": ids, "labels": ids}) == [[0], [10]]
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_share_of_batches_has_the_answers_of_a_slow_loop(home: Path, tmp_path: Path, pack: bool) -> None:
     seen = Seen()
@@ -232,6 +232,7 @@ def test_losses_and_gradients_are_those_of_trl(beta: float, temperature: float) 
         torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.turns(6, family="slow")
 def test_a_run_on_prompts_comes_nearer_to_both_teachers(home: Path, tmp_path: Path) -> None:
     teachers = [WeightedTeacher(str(home / "teacher1"), 3.0), WeightedTeacher(CausalLMConfig(str(home / "teacher2")))]
     task = _task(home, teacher=teachers, share=1.0, learning_rate=3e-2)

@@ -83,7 +83,7 @@ class Seen(Callback):
             trainer.save_checkpoint(self.path)  # type: ignore[arg-type]
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reward_rises_under_every_loss(kind: Any, tmp_path: Path) -> None:
     seen = Seen()
@@ -101,6 +101,7 @@ def test_the_reward_rises_under_every_loss(kind: Any, tmp_path: Path) -> None:
     assert float(run.validate(task, _loader(batch_size=4), verbose=False)[0]["val/reward"]) > rewards[0]
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("kl", ["k1", "k3"])
 def test_with_adapters_the_reference_is_the_base_and_a_strong_divergence_holds_the_policy_there(
     kl: Any, tmp_path: Path

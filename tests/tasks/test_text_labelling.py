@@ -140,6 +140,7 @@ def test_figures_do_not_depend_on_the_batches(labels: Any, tmp_path: Path) -> No
     assert found[1] == pytest.approx({f"val/{name}": float(value) for name, value in expected.items()}, rel=1e-4)
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("adapters", [True, False])
 def test_it_learns_resumes_bit_for_bit_and_loads(adapters: bool, tmp_path: Path) -> None:
     path = tmp_path / "middle.ckpt"

@@ -50,6 +50,7 @@ def embedded(module: LatentDiffusion, caption: str) -> Any:
         return module.eval().conditioning.of_batch({"captions": [caption]}, CPU)
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 def test_adapters_of_the_unet_and_its_encoders_reach_the_pipeline(family: str, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_loss_gradient_and_steps_are_those_of_diffusers_script(tmp_path: Path) -
         torch.testing.assert_close(rows, weight[ids], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 @pytest.mark.parametrize("pivotal", [False, True], ids=["words", "pivotal"])
 def test_words_reach_the_pipeline_and_everything_else_stays_to_the_bit(

@@ -175,7 +175,7 @@ def test_losses_and_batches_are_those_of_trl(loss: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(parameter.grad, moved[name].grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("adapters", [True, False])
 def test_it_learns_and_resumes_bit_for_bit(adapters: bool, tmp_path: Path) -> None:
     path = tmp_path / "middle.ckpt"

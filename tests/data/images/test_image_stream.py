@@ -162,6 +162,7 @@ def test_ranks_and_workers_share_a_pass(kind: str, tmp_path: Path, monkeypatch: 
     assert sorted(seen) == sorted(map(caption, range(COUNT)))
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize(("workers", "buckets"), [(0, True), (2, True), (3, False)])
 def test_a_stream_goes_on_where_it_stood(
     workers: int, buckets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,7 +245,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(tmp_
     assert torch.equal(resumed.weight, whole.weight)
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_latents_of_a_stream_are_encoded_live_with_validation_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "val").mkdir()

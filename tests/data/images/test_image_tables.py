@@ -161,6 +161,7 @@ def test_any_character_may_be_in_a_caption(tmp_path, kind):
     assert contents(opened(tmp_path)) == {n: (None, captions[n]) for n in range(COUNT)}
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("kind", ["images", "bytes", "dicts"])
 def test_data_sets_saved_to_disk(tmp_path, kind):
     given = rows({"images": picture, "bytes": lambda n: encoded(picture(n))}.get(kind, as_dict))

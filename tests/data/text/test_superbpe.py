@@ -57,7 +57,7 @@ def test_merging_in_place_equals_counting_everything_anew() -> None:
     assert len(expected) == 20 - len(spelling)
 
 
-@pytest.mark.turns(3, family="slow")
+@pytest.mark.turns(6, family="slow")
 def test_it_takes_fewer_tokens_at_the_same_vocabulary_and_loses_no_text(texts: list[str]) -> None:
     train, held_out = texts[:-4], texts[-4:]
     plain, wide = train_tokenizer(train, 800), train_superbpe(train, 800)
@@ -70,6 +70,7 @@ def test_it_takes_fewer_tokens_at_the_same_vocabulary_and_loses_no_text(texts: l
         assert wide.decode(wide.encode(text).ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.turns(6, family="slow")
 def test_its_first_ids_are_plain_bpe_and_the_rest_span_words(texts: list[str]) -> None:
     wide, plain = train_superbpe(texts, 700, transition=0.8, max_words=2), train_tokenizer(texts, 560)
     assert {token: index for token, index in wide.get_vocab().items() if index < 560} == plain.get_vocab()

@@ -102,6 +102,7 @@ def test_a_hundred_million_items_take_no_more_than_a_thousand(kind, monkeypatch)
     assert sum(computed) <= 4 * 4096
 
 
+@pytest.mark.turns(6, family="slow")
 def test_buckets_take_a_byte_an_item_and_their_orders_nothing(small):
     """Each batch of one bucket, all items once, incomplete batches one a bucket; from the last batch on as fast."""
     of = np.random.default_rng(0).choice(7, 100_000, p=[0.4, 0.3, 0.2, 0.09, 0.009, 0.0009, 0.0001]) * 3

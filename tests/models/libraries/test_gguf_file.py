@@ -195,6 +195,7 @@ def test_a_missing_weight_is_refused(tmp_path: Path) -> None:
         build(CausalLMConfig(path))
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers for it
 def test_adapters_of_such_a_base_are_exported(tmp_path: Path) -> None:
     """The base is named by the checkpoint, or given again as a GGUF file."""
