@@ -210,7 +210,9 @@ class _Answer:
         batch = None
         reason = ""
         try:
-            batch = batch_lever(self.fit, self.predictions, plan)
+            # Batches of 1 cannot be smaller, so nothing depends on their setting.
+            if fits or plan.batch > 1:
+                batch = batch_lever(self.fit, self.predictions, plan)
         except ConfigurationError as error:
             reason = str(error)
         if not fits:

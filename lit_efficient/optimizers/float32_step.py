@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_efficient.errors import ConfigurationError, NoEffectError
-from lit_efficient.internals.torch_dispatch import is_traceable_wrapper_subclass
+from lit_efficient.internals.torch_dispatch import has_values, is_traceable_wrapper_subclass
 from lit_efficient.mechanisms.order.resumable_sampler import mix_seed
 from lit_efficient.optimizers.host_states import Streamed, streamed
 from lit_efficient.optimizers.in_backward import InBackward
@@ -56,7 +56,10 @@ def round_stochastically(x: Tensor, generator: torch.Generator | None = None) ->
     """
     flat = x.contiguous().view(-1)
     rounded = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    for piece, place in zip(flat.split(_ROUNDED), rounded.view(-1).split(_ROUNDED), strict=True):
+    places = list(zip(flat.split(_ROUNDED), rounded.view(-1).split(_ROUNDED), strict=True))
+    if not has_values(flat):  # in a plan: the other pieces are not larger, so the first one has the peak of all
+        places = places[:1]
+    for piece, place in places:
         drawn = torch.randint(0, 1 << 16, piece.shape, dtype=torch.int32, device=x.device, generator=generator)
         near = drawn.add_(piece.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
         place.copy_(torch.where(piece.isfinite(), near, piece))

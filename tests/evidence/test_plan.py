@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 import lit_efficient as le
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import Change, LiveFit
-from lit_efficient.evidence.memory_kinds import StepMeter
+from lit_efficient.evidence.memory_kinds import KindMeter, StepMeter
+from lit_efficient.internals.torch_fake import FakeTensorMode
+from lit_efficient.optimizers import float32_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and of techniques, on fits as small as these
 VOCABULARY = 256
@@ -216,6 +219,34 @@ def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
     gates = 4 * 2 * rows * HIDDEN
     one, two = (planned_for_cuda(depth).kinds["activations"] for depth in (1, 2))
     assert two - one == norms + attention + gates
+
+
+def test_data_with_fewer_batches_than_a_step_is_planned_as_enough_data() -> None:
+    def planned(batch_size: int, **options: Any) -> Any:
+        trainer, module, _ = fits(gpt(), [], accumulate_grad_batches=8, max_epochs=1, **options)
+        return le.plan(LiveFit(trainer, module, DataLoader(Rows(pictures=False), batch_size)))
+
+    enough = planned(1)
+    assert enough.kinds["states"] >= 2 * enough.kinds["gradients"] > 0  # of the second step
+    few = planned(1, limit_train_batches=1)
+    assert (few.peak, few.kinds, few.flops) == (enough.peak, enough.kinds, enough.flops)
+    assert planned(24).flops == 24 * enough.flops  # a single batch
+
+
+@pytest.mark.parametrize("elements", [640, 1000, 1024])
+def test_rounding_needs_as_much_memory_without_values_in_one_piece_as_with_them_in_many(elements, monkeypatch) -> None:
+    monkeypatch.setattr(float32_step, "_ROUNDED", 64)
+    peaks = []
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            weight = torch.empty(elements)
+            meter = KindMeter()
+            meter.add(weight)
+            meter.step()
+            with meter:
+                float32_step.round_stochastically(weight)
+            peaks.append(meter.step().peak)
+    assert peaks[0] == peaks[1] > 6 * elements  # the weight, its result, and the draws of a piece
 
 
 def test_flops_are_counted() -> None:

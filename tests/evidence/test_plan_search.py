@@ -73,8 +73,11 @@ def test_progress_tells_how_many_plans_are_left(monkeypatch):
     predictions.begin("data.batch_size", 5)
     for n in range(1, 5):
         predictions(batch(n))
-    assert said[0] == "data.batch_size: 1 plans made, 3.0 s each, at most 12 s left"
+    assert said[0] == "data.batch_size: 1 plans made, 3.0 s each, at most 12 s for this search"
     assert len(said) == 3
+    predictions.seconds["a plan that took longer"] = 30.0
+    predictions(batch(5))
+    assert said[3] == "data.batch_size: 5 plans made, 8.4 s each, at most 30 s for this search"
 
 
 def test_a_search_ends_before_plans_that_would_take_long(monkeypatch):

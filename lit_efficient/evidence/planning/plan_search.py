@@ -89,7 +89,9 @@ class Predictions:
             each = sum(self.seconds.values()) / len(self.seconds)
             line = f"{self._task}: {len(self.seconds)} plans made, {each:.1f} s each"
             if self._left:
-                line += f", at most {max(1, round(each * self._left))} s left"
+                # The first plan is no measure of plans with techniques, which may take several times as long.
+                longest = max(self.seconds.values())
+                line += f", at most {max(1, round(longest * self._left))} s for this search"
             self.say(line)
             self._said = now
 

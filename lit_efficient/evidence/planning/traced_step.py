@@ -109,7 +109,9 @@ def trace(
         except LitEfficientError:
             raise
         except Exception as error:
-            guilty = _callback_behind(error, fit.trainer.callbacks)
+            # An error of the observer is one of this module, and each trace has an observer.
+            others = [one for one in fit.trainer.callbacks if not isinstance(one, _Observer)]
+            guilty = _callback_behind(error, others)
             # Models of images split tensors by values of the batch, and each fails in its own way.
             if guilty is None and (_is_limit_of_fakes(error) or holds_images(batch)):
                 text = " ".join(str(error).split())[:100]
@@ -137,6 +139,10 @@ def _trace(fit: Fit, batch: object, batches: int | None, mode: FakeTensorMode, b
     stand_ins = _StandIns(max(_MOST_KNOWN, *sizes))
     # All batches of a step but the last are equal: two are traced, and the first counts several times.
     trainer.accumulate_grad_batches = min(2, observer.accumulated)
+    # The plan is for data that suffices for two whole steps, also if the batches of this data are too few.
+    trainer.limit_train_batches = 1.0
+    if batches is not None:
+        batches = max(batches, _STEPS * trainer.accumulate_grad_batches)
     fakes = _Fakes(mode, trainer.strategy.root_device)
     fakes.module(fit.module)
     loader = _Loader(fakes.tree(batch), batches)
