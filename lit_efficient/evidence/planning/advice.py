@@ -35,6 +35,10 @@ TITLES = {
 }
 
 
+_FAR = 2.0  # times the limit: techniques are not added one by one then, because each plan takes seconds
+_HOPELESS = 1.25  # times the limit that all techniques need together: a part of them does not need less either
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A technique that may save memory."""
@@ -123,9 +127,9 @@ def cheapest(
 ) -> list[Candidate] | None:
     """Return the cheapest set of techniques with which a fit fits; ``None`` if there is none.
 
-    Techniques are added one after the other, the cheapest first, until the fit fits. Those that are not needed are
-    removed again, the most expensive first. If that does not suffice, techniques that were refused together with
-    others are tried before the others.
+    Techniques are added one after the other, the cheapest first, until the fit fits; a fit that is far from fitting
+    gets all at once. Those that are not needed are removed again, the most expensive first. If that does not suffice,
+    techniques that were refused together with others are tried before the others.
 
     Args:
         predictions: Plans of changes.
@@ -142,7 +146,7 @@ def cheapest(
     chosen = _enough(predictions, among, base, skipped)
     # A technique that was refused may exclude cheaper ones that do not suffice.
     for first in among:
-        if chosen is None and first.name in skipped:
+        if chosen is None and first.name in skipped and not isinstance(predictions(_with(base, [first])), Refusal):
             order = [first, *(one for one in among if one is not first)]
             chosen = _enough(predictions, order, base, {})
     if chosen is None:
@@ -161,6 +165,15 @@ def _enough(
     """Return the first techniques of ``order`` that suffice, without those that are refused or save nothing."""
     chosen: list[Candidate] = []
     before = predictions(base)
+    if not isinstance(before, Refusal) and before.peak > _FAR * predictions.limit:
+        together = _together(predictions, order, base, skipped)
+        if together is not None:
+            found = predictions(_with(base, together))
+            assert not isinstance(found, Refusal)
+            if found.peak <= predictions.limit:
+                return together
+            if found.peak > _HOPELESS * predictions.limit:
+                return None
     for one in order:
         found = predictions(_with(base, [*chosen, one]))
         if isinstance(found, Refusal):
@@ -173,6 +186,26 @@ def _enough(
             if found.peak <= predictions.limit:
                 return chosen
     return None
+
+
+def _together(
+    predictions: Predictions, order: Sequence[Candidate], base: Change, skipped: dict[str, str]
+) -> list[Candidate] | None:
+    """Return all techniques of ``order`` without those that are refused; ``None`` if a refusal does not name them.
+
+    The first technique stays. If it is refused, the other one that is named goes.
+    """
+    together = list(order)
+    while True:
+        found = predictions(_with(base, together))
+        if not isinstance(found, Refusal):
+            return together
+        named = [one for one in together[1:] if found.reason.startswith(one.name)]
+        named = named or [one for one in together[1:] if one.name in found.reason]
+        if not named:
+            return None
+        skipped[named[0].name] = found.reason.removeprefix(f"{named[0].name}: ")
+        together.remove(named[0])
 
 
 def _with(base: Change, chosen: Sequence[Candidate]) -> Change:
