@@ -325,6 +325,9 @@ class LoRA(AdapterTechnique):
                 bias = getattr(layer, "bias", None)
                 if isinstance(bias, nn.Parameter):
                     trained.append(bias)
+        whole_parameters = {"bias": self.bias != "none", "modules_to_save": bool(saved)}
+        for _, layer in targets:
+            layer.lora_trains = [name for name, train in whole_parameters.items() if train]  # type: ignore[assignment]
         if self.start_from is not None:
             start_adapters(module, start, trained, self.start_from)
         for name, folder in (self.beside or {}).items():

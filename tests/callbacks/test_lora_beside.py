@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lit_efficient import ConfigurationError, LoRA, adapters_by_row, apply, merge_adapters, mix_adapters, restore
 from lit_efficient.export.adapters import export_checkpoint
 from lit_efficient.mechanisms.adapters.low_rank import learned_tokens, rank_for
+from lit_efficient.mechanisms.adapters.several import one_adapter
 from tests.support import QUIET
 
 peft = pytest.importorskip("peft")
@@ -184,6 +185,56 @@ def test_what_cannot_stand_beside_is_refused(theirs: tuple[Any, Path], tmp_path:
     dora.save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="variant='dora', which changes the base for all"):
         LoRA(beside={"code": str(tmp_path)})
+
+
+def trained(make: Any, **arguments: Any) -> Any:
+    """A model with all that trains at other values than at the start."""
+    model = make()
+    apply(model, [LoRA(rank=2, **arguments)])
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (mixtral, {"targets": "all-linear+experts"}),
+        (llama, {"trainable_token_indices": [int(IDS[0, 0]), 3]}),
+        (llama, {"variant": "olora"}),
+    ],
+)
+def test_the_base_alone_is_the_base_also_without_experts_rows_and_other_variants(make: Any, arguments: Any) -> None:
+    expected = logits(make())
+    model = trained(make, **arguments)
+    assert not torch.allclose(logits(model), expected, atol=1e-2)
+    with one_adapter(model, None):
+        assert torch.equal(logits(model), expected)
+    with pytest.raises(ConfigurationError), adapters_by_row(model, ["default", None, "default"]):
+        pass
+
+
+@pytest.mark.parametrize("arguments", [{"bias": "all"}, {"modules_to_save": ["norm"]}])
+def test_the_base_is_refused_where_its_own_parameters_have_trained(arguments: Any) -> None:
+    model = trained(llama, **arguments)
+    (name,) = arguments
+    with pytest.raises(ConfigurationError, match=f"because {name} change the base"), one_adapter(model, None):
+        pass
+    for active in ([], {"default": 0.5}):
+        with pytest.raises(ConfigurationError, match=f"because {name} change the base for all adapters"):
+            mix_adapters(model, active)
+    mix_adapters(model, {"default": 1.0})
 
 
 def test_a_rank_for_the_tokens_of_an_epoch_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

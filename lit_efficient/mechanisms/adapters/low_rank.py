@@ -22,7 +22,7 @@ https://arxiv.org/abs/2402.09353, QA-LoRA https://arxiv.org/abs/2309.14717, LoRA
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,7 @@ class LowRank(FollowsWeight, ReadsAdapted):
     lora_dropout: float
     lora_draw: str
     lora_others: Mapping[str, float] = {}  # scales of further, frozen adapters
+    lora_trains: Sequence[str] = ()  # arguments of LoRA that let parameters of the base train, too
     # Share of each adapter in the output: one number, or a tensor with a number for each row. None: OWN alone.
     lora_mix: Mapping[str, float | Tensor] | None = None
     # The output is not a product with the weight: a router returns the experts that it chose.

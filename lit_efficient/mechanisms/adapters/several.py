@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError, refusal
+from lit_efficient.mechanisms.adapters.disabled import Switchable, disabled
 from lit_efficient.mechanisms.adapters.low_rank import OWN, LowRank, scale_of, settings_of
 from lit_efficient.mechanisms.adapters.peft_folder import adapter_in, read_adapter
 from lit_efficient.surgery import match_modules
@@ -122,7 +123,8 @@ def mix_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, float])
             module computes the output of the base.
 
     Raises:
-        ConfigurationError: If a name is unknown, or the variant does not support mixtures.
+        ConfigurationError: If a name is unknown, if the variant does not support mixtures, and if ``default`` trains
+            more than low-rank adapters of layers and does not have the weight 1.
     """
     if isinstance(active, Mapping):
         weights = dict(active)
@@ -136,8 +138,18 @@ def mix_adapters(module: nn.Module, active: Sequence[str] | Mapping[str, float])
 
 @contextmanager
 def one_adapter(module: nn.Module, name: str | None) -> Iterator[None]:
-    """Context in which one adapter is active; None for the base alone. Arguments and errors as :func:`mix_adapters`."""
-    with _mixed(module, [] if name is None else [name]):
+    """Context in which one adapter is active. Errors as in :func:`mix_adapters`.
+
+    Args:
+        module: The module.
+        name: Name of the adapter; None for the base alone, with any variant.
+    """
+    if name is not None:
+        with _mixed(module, [name]):
+            yield
+        return
+    _check_rest(module, only_whole=True)
+    with disabled(module):
         yield
 
 
@@ -189,8 +201,30 @@ def _set(module: nn.Module, weights: Mapping[str, float | Tensor] | None) -> Non
                 f"LoRA: variant {part.lora_variant!r} cannot be mixed with other adapters, because its output is not "
                 "the base's output plus an update. Use variant lora or rslora"
             )
+    if not bool(torch.as_tensor(weights.get(OWN, 0.0) == 1).all()):
+        _check_rest(module)
     for part in parts:
         part.lora_mix = {name: share for name, share in weights.items() if name == OWN or name in part.lora_others}
+
+
+def _check_rest(module: nn.Module, only_whole: bool = False) -> None:
+    """Raise ConfigurationError if the trained adapter has parts that cannot be left out.
+
+    Args:
+        module: Module that ``LoRA`` has adapted.
+        only_whole: Check only for parameters that train whole. Adapters of experts and rows of tokens can be disabled.
+    """
+    rest: set[str] = set()
+    for part in module.modules():
+        if isinstance(part, LowRank):
+            rest.update(part.lora_trains)
+        elif isinstance(part, Switchable) and not only_whole:
+            rest.add("adapters of experts or of rows of tokens")
+    if rest:
+        raise ConfigurationError(
+            f"LoRA: the trained adapter cannot be left out or weighted, because {' and '.join(sorted(rest))} change "
+            f"the base for all adapters. Use {OWN!r}, or a model from before the training"
+        )
 
 
 def active_mix(module: nn.Module) -> dict[str, float] | None:
