@@ -122,8 +122,14 @@ def refusing(what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            warnings.filterwarnings(
+                "error", message=r"target_\w+=.* were set but no"
+            )  # peft would adapt the rest alone
             yield
-    except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, KeyError, ImportError) as error:
+    except (
+        *(ValueError, TypeError, NotImplementedError, AttributeError),
+        *(RuntimeError, KeyError, ImportError, RuntimeWarning),
+    ) as error:
         said = " ".join(str(error).split())[:400].replace("Target modules", "target_modules")
         if error.args == ("model_type",):
             said = "target_modules must be given for a network that peft does not know"

@@ -19,6 +19,7 @@ from lit_efficient import (
     ExpertsBackend,
     LoRA,
     LossFreeBalancing,
+    PeftAdapter,
     QuantizeBase,
     merge_adapters,
 )
@@ -230,6 +231,9 @@ def test_what_cannot_be_quantised_is_refused() -> None:
         QuantizeBase(experts=True).transform(network)
     with pytest.raises(ConfigurationError, match="support the variants lora and rslora without dropout, got"):
         apply(network, [LoRA(targets="all-linear+experts", dropout=0.1)])
+    peft = {"peft_type": "LORA", "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    with pytest.raises(ConfigurationError, match=r"target_parameters=.* were set but no parameter was matched"):
+        apply(quantized("Mixtral"), [PeftAdapter(peft)])
     with torch.device("meta"):
         empty = decoder("Mixtral")
     with pytest.raises(ConfigurationError, match=r"weights are on the meta device\. Load the base's weights first"):
