@@ -65,6 +65,11 @@ class CheckpointHooks(Hooks):
         raise NotImplementedError
 
     @classmethod
+    def fits(cls, checkpoint: "Fields", format: str) -> bool:
+        """Return whether an export in ``format`` can hold the weights that :meth:`convert_export` gives."""
+        return False
+
+    @classmethod
     def wraps(cls, trainer: Trainer, module: LightningModule, techniques: Sequence[Any]) -> list[Wrap]:
         """Keep ``on_save_checkpoint`` wrapped, also after the run, if a technique changes what is saved."""
         if any(overrides(technique, "write_checkpoint") for technique in techniques):

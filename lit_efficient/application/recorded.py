@@ -69,17 +69,18 @@ def converters(checkpoint: Mapping[str, object], format: str = "") -> list[type[
     """Return the techniques of a checkpoint that convert its weights for an export.
 
     Raises:
-        ConfigurationError: If there are any, and the export's ``format`` cannot hold the converted weights.
+        ConfigurationError: If the export's ``format`` cannot hold the converted weights of one of them.
     """
     found = []
     for record in _records(checkpoint):
         kind = technique_of(record)
         if kind is not None and issubclass(kind, CheckpointHooks) and defines(kind, "convert_export"):
             found.append(kind)
-    if found and format:
+    apart = [kind for kind in found if not kind.fits(checkpoint, format)]
+    if apart and format:
         raise ConfigurationError(
-            f"export: {found[0].__name__} trained weights in a format of its own, which {format} cannot hold, so that "
-            "it would compute something else than was validated: use format safetensors"
+            f"export: {apart[0].__name__} trained weights in a format of its own, which format {format} cannot hold, "
+            "so that it would compute something else than was validated: use format safetensors"
         )
     return found
 

@@ -117,6 +117,11 @@ class LossFreeBalancing(BalancesLoads, CheckpointHooks, Technique):
     def convert_export(cls, state: dict[str, object], checkpoint: Mapping[str, object], module: object = None) -> None:
         """Export the biases under their names, if the format supports them."""
 
+    @classmethod
+    def fits(cls, checkpoint: Mapping[str, Any], format: str) -> bool:
+        """Return whether the biases are the network's own, and the format holds all of its weights."""
+        return format == "merged" and not any(key.endswith(f".{_ADDED}") for key in checkpoint["state_dict"])
+
 
 def _own_bias(root: nn.Module, name: str, router: Any) -> tuple[Any, str] | None:
     """Return the module and name of a network's own bias of the choice, which is a buffer [E]."""

@@ -123,7 +123,7 @@ def export_checkpoint(
     checkpoint = read_checkpoint(path)
     named = None if base is None else str(base)
     if format != "safetensors":
-        converters(checkpoint, f"format {format}")
+        converters(checkpoint, format)
     if max_shard_size is not None and format != "merged":
         raise ConfigurationError(f"export: max_shard_size belongs to format merged, not to format {format}")
     if max_shard_size is not None and _SIZE.fullmatch(max_shard_size) is None:

@@ -83,7 +83,7 @@ def export_pipeline(
     check_choice("export", "lora", lora, ("merged", "diffusers"))
     check_new_folder(Path(output), "export")
     checkpoint = read_checkpoint(Path(path))
-    converters(checkpoint, "format diffusers")
+    converters(checkpoint, "diffusers")
     if "latent_diffusion" not in checkpoint:
         raise ConfigurationError(
             f"export: format diffusers is for checkpoints of LatentDiffusion, and {path} is another one"

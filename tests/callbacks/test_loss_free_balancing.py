@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lit_efficient import (
     ActivationCheckpointing,
+    CausalLMConfig,
     ConfigurationError,
     ConflictError,
+    LanguageModeling,
     LossFreeBalancing,
     MixtureOfExperts,
 )
@@ -26,6 +28,7 @@ from tests.mechanisms.adapters.test_experts import IDS
 from tests.processes import run_ranks
 from tests.ranks import mixtures
 from tests.support import Net, trainer
+from tests.support_cli import export
 
 
 def follows_the_loads(run: Run) -> None:
@@ -144,6 +147,31 @@ def test_recomputed_blocks_count_once_and_16_bits_keep_the_bias() -> None:
     network.to(torch.bfloat16)
     assert {b.dtype for n, b in network.named_buffers() if n.endswith("correction_bias")} == {torch.float32}
     assert network(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "Qwen3Moe"])
+def test_a_bias_of_the_class_is_exported_to_transformers(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    decoder(family).save_pretrained(tmp_path / "base")
+    module = LanguageModeling(CausalLMConfig(str(tmp_path / "base")), learning_rate=0.05, warmup_steps=0)
+    rows: Any = [{"input_ids": row[0], "labels": row[0]} for row in tokens(1).dataset]
+    run = trainer([LossFreeBalancing(0.5)], max_steps=2, limit_val_batches=0)
+    run.fit(module, *(torch.utils.data.DataLoader(rows, 2) for _ in range(2)))
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    command = [str(tmp_path / "run.ckpt"), "--no-check", "--output", str(tmp_path / "out"), "--format"]
+    refused = "merged" if family == "Qwen3Moe" else "peft"  # a class without a place for it; a folder without buffers
+    assert export([*command, refused]) == 2
+    assert f"own, which format {refused} cannot hold" in capsys.readouterr().err
+    if family == "Qwen3Moe":
+        return
+    assert export([*command, "merged"]) == 0
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(b.any() for name, b in loaded.named_buffers() if name.endswith("correction_bias"))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(IDS).logits, module.network.eval()(IDS).logits)
 
 
 def test_what_has_no_router_or_another_one_is_refused() -> None:
