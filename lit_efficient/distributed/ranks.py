@@ -99,3 +99,8 @@ def gather_objects(value: T, group: Any = None) -> list[T]:
     if size > 1:
         distributed.all_gather_object(found, value, group=group)
     return found
+
+
+def await_ranks(group: Any = None) -> None:
+    """Wait until all processes have called this function. A thread needs a ``group`` of its own."""
+    gather_objects(None, group)

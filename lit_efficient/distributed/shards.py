@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, distributed, nn
 
-from lit_efficient.distributed.ranks import gather_objects
+from lit_efficient.distributed.ranks import await_ranks, gather_objects
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.atomic_file import begin_folder, end_folder
 from lit_efficient.files.background import Jobs, finish_writing
@@ -88,13 +88,13 @@ def _fill_folder(
     strategy: "ParallelStrategy", write: Callable[[Path], object], folder: Path, target: Path, group: Any
 ) -> None:
     write(folder)
-    gather_objects(None, group)  # wait for the files of all processes
+    await_ranks(group)  # for the files of all processes
     mine = _files(folder)[strategy.global_rank :: strategy.world_size]
     sums = gather_objects([(name, sha256_of(folder / name)) for name in mine], group)
     if strategy.is_global_zero:
         write_sums(folder, dict(entry for one in sums for entry in one))
         end_folder(folder, local_file(target))
-    gather_objects(None, group)
+    await_ranks(group)
 
 
 def _upload_shards(
@@ -107,10 +107,10 @@ def _upload_shards(
         if strategy.is_global_zero:
             write_sums(folder, dict(entry for one in sums for entry in one))
         upload_files(folder, folder_url)
-    gather_objects(None, group)  # wait for the files of all processes
+    await_ranks(group)  # for the files of all processes
     if strategy.is_global_zero:
         point(url, folder_url)
-    gather_objects(None, group)
+    await_ranks(group)
 
 
 def _files(folder: Path) -> list[str]:
@@ -140,7 +140,7 @@ def local_copy(strategy: "ParallelStrategy", path: str | os.PathLike[str]) -> It
             if problem:
                 raise CheckpointError(problem)
         yield next(Path(local) for node, local, _ in found if local and node == strategy.node_rank)
-        gather_objects(None)  # the copy is removed when all processes have read it
+        await_ranks()  # the copy is removed when all processes have read it
 
 
 def staged(checkpoint: Checkpoint, group: Any) -> Callable[[Path], None]:

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lit_efficient.application.ledger import ledger
-from lit_efficient.distributed.ranks import gather_objects, place_among_ranks
+from lit_efficient.distributed.ranks import await_ranks, gather_objects, place_among_ranks
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, checks_types, refusal
 from lit_efficient.mechanisms.adapters.base import added_names
 from lit_efficient.mechanisms.adapters.peft_format import to_peft
@@ -178,7 +178,7 @@ class VLLM:
         """Unload the adapters that vLLM has, and remove their folder. All processes call it together."""
         if not self._name:
             return
-        gather_objects(None)  # no process asks for samples any more
+        await_ranks()  # no process asks for samples any more
         if place_among_ranks()[0] == 0:
             try:
                 self._backend.unload_adapter(self._name)
