@@ -4,7 +4,7 @@
 
 Saves: training tokens to the same loss, according to the papers, for large models
 Costs: one more block and one more pass of the output head in each step: 1 / depth of the network's time, and the
-    logits a second time; the block trains and is not exported
+    logits a second time (by chunks with ChunkedCrossEntropy); the block trains and is not exported
 Source: DeepSeek-AI (2024), https://arxiv.org/abs/2412.19437; Gloeckle et al. (2024), https://arxiv.org/abs/2404.19737
 """
 
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from lit_efficient.declaration import Phase
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, refusal
-from lit_efficient.losses.deferred_logits import output_head, takes_labels, width_of
+from lit_efficient.losses.chunked_cross_entropy import TokenLoss
+from lit_efficient.losses.deferred_logits import chunked_mean, output_head, takes_labels, width_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.alignment import Alignment, Call, mean
 from lit_efficient.models.networks.next_depth import NextDepth, second_targets
+from lit_efficient.models.probes.output_head import OutputHead
 from lit_efficient.models.probes.output_head import output_head as probed_head
 from lit_efficient.traits import Trait
 
@@ -118,16 +120,20 @@ class MultiTokenPrediction(Alignment):
             )
         network: Any = _network(module)
         head: Any = output_head(network)
-        finish: Any = nn.Identity()
+        probed = OutputHead(head)
         if hasattr(getattr(network, "config", None), "get_text_config"):
-            finish = probed_head(network).finish  # the factor or soft cap of transformers' networks
+            probed = probed_head(network)  # with the factor or soft cap of transformers' networks
+        each = TokenLoss(softcap=probed.softcap, logit_scale=probed.scale)
         depth: Any = self.heads(module)["0"]
         terms = []
         for ((ids, *_), _, embeddings), states in zip(embedded, hidden, strict=True):
             positions, targets = _rows(batch, ids)
-            logits = finish(head(depth(states, embeddings, positions)))
+            inner = depth(states, embeddings, positions)
             second = second_targets(targets, positions)
-            terms.append(sample_means(token_losses(logits, second), second)[0])
+            if hasattr(network, "chunked_loss"):  # set by ChunkedCrossEntropy
+                terms.append(chunked_mean(network, inner, second, each))
+            else:
+                terms.append(sample_means(token_losses(probed(inner), second), second)[0])
         return mean(terms)
 
     def _described(self) -> str:

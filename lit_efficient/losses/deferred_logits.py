@@ -321,6 +321,20 @@ class _DeferringNetwork:
         return total / num_items_in_batch
 
 
+def chunked_mean(network: Any, hidden: Tensor, targets: Tensor, terms: TokenLoss) -> Tensor:
+    """Return the mean loss of further hidden states of a network that :func:`defer` has changed, chunk by chunk.
+
+    Args:
+        network: The network, whose head and settings of chunks are used.
+        hidden: [..., H].
+        targets: [...], already shifted.
+        terms: Loss of one token.
+    """
+    head: Any = output_head(network)
+    loss: Tensor = head(hidden, request=_LossRequest(targets.flatten(), terms, network.chunked_loss, "mean"))
+    return loss
+
+
 @functools.cache
 def _position_of_labels(cls: Any) -> int:
     names = list(inspect.signature(cls.forward).parameters)[1:]

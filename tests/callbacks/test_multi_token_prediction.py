@@ -9,7 +9,15 @@ import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lit_efficient import ChunkedCrossEntropy, ConfigurationError, LanguageModeling, MultiTokenPrediction
 from lit_efficient.losses.next_token import IGNORE
@@ -134,6 +142,50 @@ def test_language_models_train_with_it_and_evaluate_and_export_without(tmp_path:
         loaded = LanguageModeling.load_from_checkpoint(tmp_path / "a.ckpt")
         again = trainer([]).validate(loaded, torch.utils.data.DataLoader(Tokens(), 4), verbose=False)
         assert again[0]["val/loss"] == pytest.approx(float(run.callback_metrics["val/loss"]), rel=1e-5)
+
+
+def test_chunks_hold_the_logits_of_the_second_tokens_and_give_the_same_gradients(tmp_path: Any) -> None:
+    """With a factor and a soft bound of the logits, as of Gemma."""
+    config = Gemma2Config(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, vocab_size=19, max_position_embeddings=16, final_logit_softcapping=1.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    found: list[tuple[int, Tensor, dict[str, Tensor]]] = []
+    for more in ([], [ChunkedCrossEntropy(chunk_size=5)]):
+        run = fitted(
+            {"name_or_path": str(tmp_path), "config_fields": {}}, [MultiTokenPrediction(), *more, rows := Rows()]
+        )
+        state = run.lightning_module.state_dict()
+        found.append((rows.most, run.callback_metrics["train/multi_token_prediction"], state))
+    assert [most for most, _, _ in found] == [4 * 12, 5]
+    torch.testing.assert_close(found[1][1:], found[0][1:], rtol=1e-4, atol=1e-6)
+
+
+class Rows(L.Callback):
+    """Callback that notes the largest number of rows of logits that the training makes."""
+
+    most = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.mode = Largest(self)
+        self.mode.__enter__()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.mode.__exit__(None, None, None)
+
+
+class Largest(TorchDispatchMode):
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **kwargs or {})
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out) and output.shape[-1] == 19:
+            self.rows.most = max(self.rows.most, len(output))
+        return output
 
 
 class Causal(L.LightningModule):
