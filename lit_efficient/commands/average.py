@@ -40,7 +40,8 @@ def average_files(
     as counters, come from the last file.
 
     Args:
-        paths: Lightning checkpoints or ``.safetensors`` files, oldest first, at least one.
+        paths: Lightning checkpoints, ``.safetensors`` files or model folders of transformers, oldest first, at least
+            one.
         weights: One number per file, normalised by their sum, or ``uniform``, ``linear`` or ``exponential`` as in
             :func:`lit_efficient.mechanisms.averages.weights.position_weights`.
         of: Kind of weights to take from each file, as for :func:`lit_efficient.restore`. ``auto``: the weights that the
@@ -108,7 +109,8 @@ def merge_files(
     """Return the merge of models that were fine-tuned from one base, or of LoRA adapters of one base.
 
     Args:
-        paths: Lightning checkpoints or ``.safetensors`` files, at least one: whole models, or checkpoints of LoRA.
+        paths: Lightning checkpoints, ``.safetensors`` files or model folders of transformers, at least one: whole
+            models, or checkpoints of LoRA.
         method: One of :data:`lit_efficient.mechanisms.averages.merging.METHODS`.
         base: File of the model from which whole models were fine-tuned. ``None`` for adapters: A and B are merged, each
             with the square roots of the weights, as in peft.
@@ -295,7 +297,9 @@ def run(argv: list[str]) -> int:
         epilog="With --greedy the options of `python -m lit_efficient validate` are accepted: --data.batch_size 8, "
         "--trainer.limit_val_batches 20, --allow-import PACKAGE.",
     )
-    parser.add_argument("files", nargs="+", metavar="CKPT", help="checkpoints or .safetensors files, oldest first")
+    parser.add_argument(
+        "files", nargs="+", metavar="CKPT", help="checkpoints, .safetensors files or model folders, oldest first"
+    )
     parser.add_argument("--output", required=True, help="file to write: .ckpt, or .safetensors for only the weights")
     parser.add_argument(
         "--weights",

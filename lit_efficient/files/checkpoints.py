@@ -8,6 +8,7 @@ torch writes a checksum of each record and never compares it, so it loads a tens
 
 import contextlib
 import io
+import json
 import math
 import os
 import pickle
@@ -30,6 +31,7 @@ from lit_efficient.files.atomic_file import replacing
 from lit_efficient.files.background import finish_writing
 from lit_efficient.files.remote import downloaded, is_remote, upload
 from lit_efficient.files.runs import LATEST, read_record, real, through_latest
+from lit_efficient.files.sums import check_sums
 from lit_efficient.files.tensors import load_tensors, save_tensors
 
 Checkpoint: TypeAlias = dict[str, Any]
@@ -67,10 +69,11 @@ def newest_in(path: str | os.PathLike[str]) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
-    """Return a checkpoint, a state dict or a ``.safetensors`` file as ``{"state_dict": ..., ...}`` on the CPU.
+    """Return a checkpoint, a state dict or ``.safetensors`` files as ``{"state_dict": ..., ...}`` on the CPU.
 
     Args:
-        path: A file, or a folder as for :func:`newest_in`. A checkpoint's tensors stay on disk until they are used.
+        path: A file, a folder as for :func:`newest_in`, or a model folder of transformers. A checkpoint's tensors stay
+            on disk until they are used.
 
     Raises:
         CheckpointError: If there is no such file, or it is damaged or holds more than data.
@@ -79,12 +82,24 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     source = newest_in(path)
     if source.suffix == ".safetensors":
         return {"state_dict": load_tensors(source)}
+    if source.is_dir() and (source / "config.json").is_file():
+        return {"state_dict": _tensors_of_model(source)}
     checkpoint = load_verified(source, mapped=True)
     if isinstance(checkpoint, dict) and checkpoint and all(isinstance(value, Tensor) for value in checkpoint.values()):
         return {"state_dict": checkpoint}
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise ConfigurationError(f"{path} holds no weights: a Lightning checkpoint has the key 'state_dict'")
     return checkpoint
+
+
+def _tensors_of_model(folder: Path) -> dict[str, Tensor]:
+    """Return the weights in a model folder of transformers, from one file or from all that its index names."""
+    check_sums(folder, weights=False)
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    return {name: tensor for file in names for name, tensor in load_tensors(folder / file).items()}
 
 
 def write(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:

@@ -333,6 +333,33 @@ def test_what_cannot_be_merged_is_refused(
     assert not Path("out.ckpt").exists()
 
 
+def test_sharded_model_folders_are_merged_and_a_missing_shard_is_named(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    states = []
+    for number in range(3):
+        torch.manual_seed(number)
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(tmp_path / f"{number}", max_shard_size="2KB")
+        states.append(model.state_dict())
+    output = tmp_path / "out.safetensors"
+    folders = [str(tmp_path / f"{number}") for number in range(3)]
+    words = ["--method", "task_arithmetic", "--weights", "1,2", "--base", folders[2], "--output", str(output)]
+    assert run([*folders[:2], *words]) == 0
+    found = load_file(output)
+    assert found.keys() == states[0].keys() - {"lm_head.weight"}
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, states[0][name] + 2 * states[1][name] - 2 * states[2][name])
+    shard = next((tmp_path / "1").glob("model-00002-of-*"))
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        average_files(folders[:2])
+
+
 def test_adapters_of_another_base_or_scale_are_neither_merged_nor_averaged(tmp_path: Path) -> None:
     for number in range(2):
         module = Toy()
