@@ -62,9 +62,9 @@ def run(argv: Sequence[str]) -> int:
     )
     if len(scores) < len(train):
         if arguments.method == "rho":
-            score = _reducible(arguments)
+            score = _reducible(arguments, data.tokenizer.get_vocab())
         else:
-            score = _influence(arguments, val)
+            score = _influence(arguments, val, data.tokenizer.get_vocab())
         scores += scored(output, train, len(scores), arguments.batch_size, score)
     kept = write_selection(output, data, train, val, scores, arguments.keep, arguments.rest_weight)
     if data.mixes:
@@ -245,21 +245,35 @@ def row_loss(model: Any, batch: dict[str, Any]) -> Any:
     return sample_means(token_losses(model(batch["input_ids"]), targets), targets)[0]
 
 
-def _loaded(path: str, device: Any) -> tuple[Any, dict[str, Any]]:
+def _loaded(path: str, device: Any, vocabulary: dict[str, int]) -> tuple[Any, dict[str, Any]]:
+    """Return a model and its checkpoint.
+
+    Raises:
+        ConfigurationError: If tokens of the data have other ids in the model, or none.
+    """
+    from lit_efficient.errors import ConfigurationError
     from lit_efficient.tasks.loading import language_model_of, read_language_model
 
     checkpoint = read_language_model(path)
     model, _ = language_model_of(checkpoint, path, "raw")
+    if model.tokenizer_state is not None:
+        theirs = model.tokenizer.get_vocab()
+        unlike = [token for token, number in vocabulary.items() if theirs.get(token) != number]
+        if unlike:
+            raise ConfigurationError(
+                f"select-data: the data has another tokenizer than {path}: {len(unlike)} of {len(vocabulary)} tokens "
+                f"have another id there or none, such as {min(unlike)!r}. Set data.tokenizer to that of the model"
+            )
     return model.to(device).eval(), checkpoint
 
 
-def _reducible(arguments: argparse.Namespace) -> Callable[[Sequence[Row]], list[float]]:
+def _reducible(arguments: argparse.Namespace, vocabulary: dict[str, int]) -> Callable[[Sequence[Row]], list[float]]:
     import torch
 
     from lit_efficient.losses.data_selection import reducible_loss
 
     device = arguments.device or default_device()
-    models = [_loaded(path, device)[0] for path in (arguments.ckpt, arguments.reference)]
+    models = [_loaded(path, device, vocabulary)[0] for path in (arguments.ckpt, arguments.reference)]
 
     @torch.no_grad()
     def score(rows: Sequence[Row]) -> list[float]:
@@ -271,7 +285,9 @@ def _reducible(arguments: argparse.Namespace) -> Callable[[Sequence[Row]], list[
     return score
 
 
-def _influence(arguments: argparse.Namespace, val: Sequence[Row]) -> Callable[[Sequence[Row]], list[float]]:
+def _influence(
+    arguments: argparse.Namespace, val: Sequence[Row], vocabulary: dict[str, int]
+) -> Callable[[Sequence[Row]], list[float]]:
     import torch
 
     from lit_efficient.errors import ConfigurationError
@@ -282,7 +298,7 @@ def _influence(arguments: argparse.Namespace, val: Sequence[Row]) -> Callable[[S
             "select-data: less compares with the gradients of validation rows, and the data has none: set data.val"
         )
     device = arguments.device or default_device()
-    model, checkpoint = _loaded(arguments.ckpt, device)
+    model, checkpoint = _loaded(arguments.ckpt, device, vocabulary)
     names = [name for name, _ in model.named_parameters() if re.search(r"\.lora_[AB]\b", name)]
     trained = {name: p for name, p in model.named_parameters() if not names or name in names}
     for name, p in model.named_parameters():

@@ -108,6 +108,9 @@ def test_the_reducible_loss_selects_rows_and_the_overlay_trains_on_them(
     assert scores(trained / "rho") == pytest.approx(found, abs=1e-6)
     overlay = yaml.safe_load((trained / "rho/data.yaml").read_text())["data"]["init_args"]
     assert [(source["name"], source["weight"]) for source in overlay["train"]] == [("selected", 3.0), ("rest", 4.5)]
+    other = ["--data.train", str(trained / "val.jsonl"), "--output", str(trained / "other")]
+    assert main(["select-data", *words, "-c", str(trained / "base.yaml"), *other]) == 2
+    assert "the data has another tokenizer than " in capsys.readouterr().err
     assert main(["preview", "-c", str(trained / "base.yaml"), "-c", str(trained / "rho/data.yaml")]) == 0
     assert command(trained, "rho", *words[:3], str(trained / "lora.ckpt"), *words[4:]) == 2
     assert "was started with ckpt" in capsys.readouterr().err
@@ -117,7 +120,7 @@ def test_influence_reads_adams_moments_of_the_adapters(trained: Path, capsys: py
     words = ("--method", "less", "--ckpt", str(trained / "lora.ckpt"), "--dim", "64")
     assert command(trained, "less", *words) == 0, capsys.readouterr().err
     checkpoint = torch.load(trained / "lora.ckpt", weights_only=True)
-    model, _ = select_data._loaded(str(trained / "lora.ckpt"), "cpu")
+    model, _ = select_data._loaded(str(trained / "lora.ckpt"), "cpu", {})
     named = {name: p for name, p in model.named_parameters() if name.endswith(("lora_A", "lora_B"))}
     states = checkpoint["optimizer_states"][0]["state"]
     assert len(named) == len(states)
