@@ -206,7 +206,12 @@ def check(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     # no state dict, so that all of them are compared.
     present = checkpoint.get("state_dict", {})
     now = _all_digests(module)
-    other = [name for name, digest in saved.items() if name not in present and now.get(name, digest) != digest]
+    names = {name for name, _ in module.named_parameters()}
+    other = [
+        name
+        for name, digest in saved.items()
+        if name not in present and (now.get(name, digest) != digest or _holds_codes_of(name, names))
+    ]
     if other:
         raise CheckpointError(
             f"the checkpoint's adapters were trained with other frozen weights: {len(other)} of {len(saved)} frozen "
@@ -214,6 +219,11 @@ def check(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
             "trained with, in __init__, setup or configure_model, before techniques are applied, or train with "
             "save_base=True"
         )
+
+
+def _holds_codes_of(name: str, names: set[str]) -> bool:
+    """Return whether a stack of experts is quantised either in the checkpoint or in the module, but not in both."""
+    return name not in names and bool({f"{name}.weight", name.removesuffix(".weight")} & names)
 
 
 def frozen_keys(module: nn.Module, keys: Iterable[str]) -> set[str]:

@@ -25,7 +25,9 @@ from lit_efficient import (
 )
 from lit_efficient.__main__ import main
 from lit_efficient.application import apply
+from lit_efficient.errors import CheckpointError
 from lit_efficient.mechanisms.adapters import stacked_codes
+from lit_efficient.mechanisms.adapters.base import check, trim
 from lit_efficient.mechanisms.adapters.bitsandbytes_layers import Stack4bit
 from lit_efficient.mechanisms.adapters.disabled import disabled, has_adapters
 from lit_efficient.mechanisms.adapters.merge import dequantize_layers, whole_state, without_adapters
@@ -187,6 +189,21 @@ def test_codes_and_float_weights_of_checkpoints_load(family: str) -> None:
         assert_equal(weights(network), weights(other))
         network.load_state_dict(fresh.state_dict())
         assert torch.equal(network(IDS).logits, fresh(IDS).logits)
+
+
+def test_adapters_trained_beside_codes_need_the_codes() -> None:
+    """Linear layers are equal in both networks. The name of a stack differs."""
+    floats = decoder("Mixtral", **LARGE)
+    apply(floats, [QuantizeBase()])
+    networks = [adapted(quantized("Mixtral", **LARGE)), adapted(floats)]
+    checkpoints: list[dict[str, Any]] = []
+    for network in networks:
+        checkpoints.append({"state_dict": network.state_dict(), "lit_efficient": {}})
+        trim(network, checkpoints[-1])
+        check(network, checkpoints[-1])
+    for network, checkpoint in zip(networks, reversed(checkpoints), strict=True):
+        with pytest.raises(CheckpointError, match=r"8 of \d+ frozen tensors differ"):
+            check(network, checkpoint)
 
 
 def test_under_bf16_true_and_autocast_weights_are_computed_in_that_format() -> None:
