@@ -33,6 +33,7 @@ PUBLIC: dict[str, str] = {
     "merge_adapters": "mechanisms.adapters.merge",
     "mix_adapters": "mechanisms.adapters.several",
     "adapters_by_row": "mechanisms.adapters.several",
+    "auto_precision": "mechanisms.tensor_cores",
     "adaptive_clip": "callbacks.adaptive_gradient_clipping",
     "contrastive_flow_loss": "callbacks.contrastive_flow_matching",
     "draw_tokens": "callbacks.token_routing",

@@ -21,6 +21,7 @@ from lit_efficient.surgery import mix_in as mix_in
 from lit_efficient.mechanisms.adapters.merge import merge_adapters as merge_adapters
 from lit_efficient.mechanisms.adapters.several import mix_adapters as mix_adapters
 from lit_efficient.mechanisms.adapters.several import adapters_by_row as adapters_by_row
+from lit_efficient.mechanisms.tensor_cores import auto_precision as auto_precision
 from lit_efficient.callbacks.adaptive_gradient_clipping import adaptive_clip as adaptive_clip
 from lit_efficient.callbacks.contrastive_flow_matching import contrastive_flow_loss as contrastive_flow_loss
 from lit_efficient.callbacks.token_routing import draw_tokens as draw_tokens

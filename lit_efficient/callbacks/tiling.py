@@ -25,23 +25,13 @@ from lit_efficient.declaration import Phase, Report, format_bytes
 from lit_efficient.errors import ConfigurationError, ConflictError, check_number, diagnostic
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_modules import Loads, Saves
-from lit_efficient.internals.torch_trees import tree_leaves
+from lit_efficient.mechanisms.tensor_cores import padded, rows_of
 from lit_efficient.surgery import mix_in
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
 _SLOW_UNLESS = 8  # 16-bit numbers in 16 bytes
 _GOOD = 64  # 16-bit numbers in 128 bytes
-
-
-def padded(size: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``size``.
-
-    Example:
-        >>> padded(50257, 64)
-        50304
-    """
-    return -(-size // multiple) * multiple
 
 
 class _Padded(Saves, Loads, nn.Module):
@@ -147,12 +137,8 @@ class Tiling(CheckpointHooks, Technique):
             self._report_rows(batch)
 
     def _report_rows(self, batch: object) -> None:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-        if not tensors:
-            return
+        rows = rows_of(batch)
         self._batch_checked = True
-        tokens = next((t for t in tensors if t.ndim == 2 and not t.is_floating_point()), None)
-        rows = len(tensors[0]) if tokens is None else tokens.numel()
         if rows % _SLOW_UNLESS:
             rank_zero_info(
                 f"Tiling: a batch has {rows} rows, which is no multiple of {_SLOW_UNLESS}. "

@@ -1,10 +1,14 @@
-"""Advice for a run that ran out of memory: techniques of the catalogue, tried on the run's network without data."""
+"""Advice for a run: sizes that its GPU multiplies slowly, and techniques with which it needs less memory.
+
+The techniques are those of the catalogue, tried on the run's network without data after it ran out of memory.
+"""
 
 import copy
 from collections import defaultdict
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,6 +17,7 @@ from lit_efficient.application.optimizers import OptimizerHooks
 from lit_efficient.catalog import helping, read_cards
 from lit_efficient.declaration import Declaration, Phase, check_conflicts, overrides, parts_of
 from lit_efficient.errors import LitEfficientError, is_out_of_memory
+from lit_efficient.mechanisms.tensor_cores import capability_of, rows_of, slow_sizes
 from lit_efficient.surgery import computed
 
 _MOST = 6  # lines
@@ -27,6 +32,22 @@ class MemoryAdvice(Callback):
         lines = memory_advice(trainer, pl_module)
         if lines:
             exception.add_note("\n".join(["What this run could do, best first (a line for its config):", *lines]))
+
+
+class SizesAdvice(Callback):
+    """Names sizes of the network and of the first batch that the run's GPU multiplies slowly, once."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        capability = capability_of(trainer.strategy.root_device)
+        if self._done or capability is None:
+            return
+        self._done = True
+        lines = slow_sizes(pl_module, rows_of(batch), str(trainer.precision), capability)
+        if lines:
+            rank_zero_info(f"sizes: {'. '.join(lines)}")
 
 
 def memory_advice(trainer: Trainer, module: LightningModule) -> list[str]:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lit_efficient.application.settings import ValidationAdvice
 from lit_efficient.cli import checkpoint, optimizers, preflight
-from lit_efficient.cli.advice import MemoryAdvice
+from lit_efficient.cli.advice import MemoryAdvice, SizesAdvice
 from lit_efficient.cli.arguments import Command, read_command
 from lit_efficient.cli.defaults import (
     BeginWandb,
@@ -58,6 +58,7 @@ from lit_efficient.internals.lightning_hooks import skip_empty_hooks
 from lit_efficient.internals.lightning_strategies import pickles
 from lit_efficient.internals.lightning_wandb import begin_late
 from lit_efficient.internals.wraps import wrap_method
+from lit_efficient.mechanisms.tensor_cores import auto_precision
 from lit_efficient.traits import Trait, has_trait
 
 
@@ -80,6 +81,7 @@ class LitEfficientCLI(OpenCLI):
     folder: RunFolder | None = None  # of a fit
     events: RunEvents | None = None
     devices_are_here = True  # false for a run on another machine
+    _chosen_precision: str | None = None  # in the place of `auto`
 
     def __init__(
         self,
@@ -136,6 +138,7 @@ class LitEfficientCLI(OpenCLI):
         command = self._command or read_command(sys.argv[1:] if args is None else args, self._defaults())
         self.allowed += command.packages
         set_import_policy(self.allowed)
+        self._choose_precision(command.tree)
         of_subcommand: Any = subcommands(parser).get(command.subcommand or "", parser)
         if command.tree:
             given = ["--config", ConfigText(command.tree)]
@@ -151,6 +154,18 @@ class LitEfficientCLI(OpenCLI):
             raise parsing_error(error.message, command.tree, command.unlikely) from error
         self._command = command
         preflight.check_numbers(self.config.get(command.subcommand) or self.config)
+
+    def _choose_precision(self, tree: Table) -> None:
+        """Replace ``trainer.precision: auto``, which Lightning does not have, by the precision of the devices here."""
+        trainer = tree.get("trainer")
+        if not isinstance(trainer, Table) or trainer.get("precision") != "auto":
+            return
+        chosen = auto_precision(str(trainer.get("accelerator", self.trainer_defaults.get("accelerator", "auto"))))
+        trainer = trainer.copy()
+        trainer.put("precision", chosen, trainer.places.get("precision"))
+        tree.put("trainer", trainer, tree.places.get("trainer"))
+        self._chosen_precision = chosen
+        rank_zero_info(f"trainer.precision: auto is {chosen} here")
 
     def _defaults(self) -> Table:
         """Return what a script sets below all configs, as far as a config can take it out or append to it."""
@@ -227,6 +242,12 @@ class LitEfficientCLI(OpenCLI):
             checkpoint.check_unfinished(str(path), self.checkpoint, trainer.get("max_steps"), trainer.get("max_epochs"))
         if self.checkpoint:
             self.changed = checkpoint.differences(self.checkpoint, self.config_dump, fits)
+        if self._chosen_precision and "trainer.precision" in self.changed:
+            then, _ = self.changed["trainer.precision"]
+            raise ConfigurationError(
+                f"trainer.precision: auto is {self._chosen_precision} on this machine, but {path} was trained with "
+                f"{then}. Set the precision with which the run shall go on"
+            )
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer. A ``ValueError`` of a constructor, or a wrong argument, is bad input."""
@@ -292,7 +313,7 @@ class LitEfficientCLI(OpenCLI):
         optimizer = (self.config_dump.get("optimizer") or {}).get("class_path", "")
         trainer = self.part(self.config_init, "trainer", default={})
         add_default_parts(trainer, self.subcommand, optimizer, self.folder, self.checked)
-        trainer["callbacks"] += [CheckSharding(), MemoryAdvice(), MixedPrecisionAdvice()]
+        trainer["callbacks"] += [CheckSharding(), MemoryAdvice(), SizesAdvice(), MixedPrecisionAdvice()]
         if self.subcommand == "fit":
             trainer["callbacks"] += [ValidationAdvice(), ConfigWins(self.config_dump, self.changed), BeginWandb()]
         if self.folder:

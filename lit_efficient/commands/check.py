@@ -319,6 +319,7 @@ def _give_memory(module: "nn.Module") -> None:
 def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     from lit_efficient.application.ledger import reports_of
     from lit_efficient.declaration import techniques_of
+    from lit_efficient.mechanisms.tensor_cores import capability_of, slow_sizes
     from lit_efficient.surgery import weights_wait
     from lit_efficient.tasks.latent_diffusion import LatentDiffusion
 
@@ -332,6 +333,9 @@ def _lines(cli: Any, device: str, prepared: bool, left: list[str]) -> list[str]:
     reports = reports_of(module, techniques_of(cli.trainer))
     if reports:
         lines += ["techniques:", *(f"  {name}: {report.summary}" for name, report in reports.items())]
+    capability = capability_of(cli.trainer.strategy.root_device)
+    if capability is not None:
+        lines += slow_sizes(module, 0, str(cli.trainer.precision), capability)
     place = "CPU"
     if device == "meta" or weights_wait(module):
         place = "meta device"

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, ReduceLROnPlateau
 
+from lit_efficient.cli import command_line
 from lit_efficient.cli.resumed import _alone
 from tests.cli.toy_runs import STEPS, fit
 from tests.support_cli import Recorder, ToyModel
@@ -53,6 +55,24 @@ def test_every_key_that_changed_is_named_and_no_other(said):
     assert set(lines) == expected
     trainer = Recorder.last.trainer
     assert (trainer.precision, trainer.gradient_clip_val, trainer.global_step) == ("bf16-mixed", 0.5, STEPS + 2)
+
+
+def test_an_automatic_precision_is_chosen_once_and_kept(said, monkeypatch):
+    chosen = "bf16-mixed"
+    monkeypatch.setattr(command_line, "auto_precision", lambda accelerator: chosen)
+    auto = "--trainer.precision=auto"
+    assert fit(SAVE, auto) == 0
+    assert "trainer.precision: auto is bf16-mixed here" in said()
+    assert Recorder.last.trainer.precision == "bf16-mixed"
+    config = yaml.safe_load(Path("runs/base/latest/config.yaml").read_text())
+    assert config["trainer"]["precision"] == "bf16-mixed"
+    assert fit(SAVE, CKPT, auto, "--trainer.max_epochs=3") == 0
+    assert "trainer.precision:" in said()
+    chosen = "16-mixed"
+    assert fit(SAVE, CKPT, auto, "--trainer.max_epochs=4") == 2
+    words = " ".join(said().split())
+    assert "auto is 16-mixed on this machine, but runs/base/latest/last.ckpt was trained with bf16-mixed" in words
+    assert fit(SAVE, CKPT, "--trainer.precision=bf16-mixed", "--trainer.max_epochs=4") == 0
 
 
 @pytest.mark.turns(3)
