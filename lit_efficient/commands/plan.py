@@ -89,6 +89,7 @@ class _Answer:
         from lit_efficient.cli.fits import ConfigFit
         from lit_efficient.evidence.planning.plan_search import Predictions
         from lit_efficient.internals.lightning_strategies import traits_named
+        from lit_efficient.mechanisms.tensor_cores import BFLOAT16, capability_of
 
         self.options = options
         self.width = max(40, shutil.get_terminal_size().columns)
@@ -102,8 +103,12 @@ class _Answer:
         self.kernels = None  # type of the device to simulate
         if trainer["accelerator"] in ("gpu", "cuda") and self.fit.trainer.strategy.root_device.type == "cpu":
             self.kernels = "cuda"
+        self.capability = capability_of(self.fit.trainer.strategy.root_device)
+        if self.kernels == "cuda":
+            self.capability = BFLOAT16  # no GPU is here to ask
         self.devices = self._devices(trainer)
         self.limit, self.limit_from = self._memory(trainer)
+        self.as_it_is: Plan | None = None  # of a single device
         self.predictions = Predictions(self._predict, self.limit, None if options.quiet else _to_stderr)
 
     def _devices(self, trainer: dict[str, Any]) -> int:
@@ -146,10 +151,14 @@ class _Answer:
 
     def _alone(self, change: "Change") -> "Plan":
         """Return the plan of a single device."""
+        from lit_efficient.evidence.fits import AS_IT_IS
         from lit_efficient.evidence.planning.plan import plan
 
         with _hushed():
-            return plan(cast("FitSource", self.source), change, device=self.kernels)
+            made = plan(cast("FitSource", self.source), change, device=self.kernels)
+        if change == AS_IT_IS:
+            self.as_it_is = made
+        return made
 
     def _shared(self, alone: "Plan", devices: int) -> "Plan":
         from lit_efficient.evidence.planning.plan_devices import per_device
@@ -194,6 +203,8 @@ class _Answer:
             title = f"{type(self.fit.module).__name__}: memory over one step, batch {plan.batch}"
             draw_memory(Path(self.options.output), plan, self.limit, title)
             self._tell([f"picture   {self.options.output}"], picture=self.options.output)
+        if self.devices > 1 or not fits:
+            self._choose_strategy()
         if not self.options.no_advice:
             self._advise(plan, fits)
         # A bound decides nothing if the step may be on its other side.
@@ -202,6 +213,42 @@ class _Answer:
         if fits:
             return 0
         return _DOES_NOT_FIT
+
+    def _choose_strategy(self) -> None:
+        """Print what each device needs under each strategy, and the config of the first one that fits.
+
+        For a single device that is too small, as many are taken as the shards need.
+        """
+        from lit_efficient.evidence.planning.plan_devices import STRATEGIES, choices, gathered_bytes, least_devices
+        from lit_efficient.internals.lightning_strategies import traits_named
+
+        assert self.as_it_is is not None
+        module = self.source.last.module
+        precision = str(self.config["trainer"]["precision"])
+        devices: int | None = self.devices
+        if devices == 1:
+            sharded = traits_named(STRATEGIES[3])
+            devices = least_devices(self.as_it_is, self.limit, sharded, gathered_bytes(module, sharded, precision))
+        if devices is None:
+            self._tell(["strategies: no number of devices of this size is enough at this batch"], strategies=[])
+            return
+        found = choices(self.as_it_is, devices, module, precision)
+        lines = ["", f"strategies on {devices} devices, planned bytes of each device, the fastest first:"]
+        for choice in found:
+            word = "fits" if choice.plan.peak <= self.limit else "does not fit"
+            if choice.plan.host:
+                word += f", {_size(choice.plan.host)} in CPU memory"
+            if not choice.installed:
+                word += ", needs the package deepspeed"
+            lines += wrapped(f"  {choice.name}: {_size(choice.plan.peak)}, {word}", self.width, "    ")
+        chosen = next((one for one in found if one.installed and one.plan.peak <= self.limit), None)
+        if chosen is not None:
+            lines += ["a config for the first one that fits, to append with -c FILE:", chosen.yaml.rstrip()]
+        self._tell(
+            lines,
+            strategies=[{"strategy": one.strategy, "peak": one.plan.peak, "yaml": one.yaml} for one in found],
+            strategy_yaml=chosen and chosen.yaml,
+        )
 
     def _advise(self, plan: "Plan", fits: bool) -> None:
         """Print the largest batch that fits, or changes with which the fit fits."""
@@ -225,7 +272,7 @@ class _Answer:
             self._tell(["", *lines], largest=_found(found, batch.names))
 
     def _advise_changes(self, plan: "Plan", batch: "Lever | None") -> None:
-        from lit_efficient.evidence.planning.advice import Adviser, candidates
+        from lit_efficient.evidence.planning.advice import Advice, Adviser, candidates
         from lit_efficient.evidence.planning.plan_settings import length_lever
         from lit_efficient.internals.torch_modules import BatchNorm
 
@@ -242,7 +289,11 @@ class _Answer:
             self.data["advice"].append(_advice(advice))
             self._tell(_advice_lines(advice, self.limit, self.width))
         if not self.data["advice"]:
-            self._tell(["  no change that was tried: use a smaller model, or a larger device"])
+            change, smallest = self.predictions.smallest()
+            words = " ".join(Advice("", change, smallest).words) or "the config as it is"
+            lines = [f"no change that was tried fits; the smallest needs {_size(smallest.peak)}: {words}"]
+            lines.append("use a smaller model, a larger device, or more devices")
+            self._tell([line for text in lines for line in wrapped(f"  {text}", self.width, "    ")])
         lines = []
         for name, reason in adviser.skipped.items():
             lines += wrapped(f"  {name}: {reason}", self.width, "    ")
@@ -336,6 +387,9 @@ def _one_device(trainer: dict[str, Any]) -> list[str]:
     options = ["--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto"]
     if trainer["accelerator"] not in ("auto", "cpu") and not torch.accelerator.is_available():
         options.append("--trainer.accelerator=cpu")
+        # `auto` was replaced by the precision of the device that is planned for.
+        if trainer["precision"] is not None:
+            options.append(f"--trainer.precision={trainer['precision']}")
     return options
 
 
@@ -349,6 +403,7 @@ def _hushed() -> AbstractContextManager[None]:
 def _lines(plan: "Plan", answer: _Answer) -> list[str]:
     """Return the lines of a plan."""
     from lit_efficient.mechanisms.metering import short_number
+    from lit_efficient.mechanisms.tensor_cores import slow_sizes
 
     width = answer.width
     left = answer.limit - plan.peak
@@ -390,7 +445,12 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
     if bound:
         word = f"CANNOT BE SAID: this {word}, but {bound}"
     lines += wrapped(f"device    {_size(answer.limit)} ({answer.limit_from}): {word}", width, " " * 10)
-    for note in plan.notes:
+    notes = list(plan.notes)
+    if answer.capability is not None:
+        rows = plan.amount // int(answer.fit.trainer.accumulate_grad_batches) if plan.unit == "tokens" else 0
+        precision = str(answer.config["trainer"]["precision"])
+        notes += slow_sizes(answer.source.last.module, rows, precision, answer.capability)
+    for note in notes:
         lines += wrapped(f"note      {note}", width, " " * 10)
     return lines
 

@@ -1,6 +1,7 @@
 """Tests of ``plan`` on a small network: its output adds up, and its advice is confirmed by the same command."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lit_efficient.__main__ import main
+from lit_efficient.cli.fits import ConfigFit
 from tests.support_cli import ToyData
 
 
@@ -141,6 +143,43 @@ def test_devices_have_what_the_strategy_keeps_there(capsys):
     code, whole = answer(capsys, "--device-memory", "1KiB", "--solve", "devices")
     assert (code, whole["solve"]["value"]) == (3, None)
     assert whole["solve"]["peak"] == alone["plan"]["peak"] - 4 * PARAMETERS
+
+
+def test_strategies_are_sized_by_bytes_and_the_first_that_fits_is_a_config(capsys, tmp_path):
+    """Between what ZeRO's shards need and what one device needs, so that DDP does not fit."""
+    alone = answer(capsys, "--device-memory", "1GiB", "--no_advice")[1]["plan"]
+    limit = f"{alone['peak'] * 6 // 10}bytes"
+    code, whole = answer(capsys, "--device-memory", limit, "--no_advice", "--devices", "8")
+    assert code == 3  # the config has DDP
+    peaks = {}
+    for one in whole["strategies"]:
+        stage = one["strategy"].get("init_args", {}).get("stage", 0)
+        peaks[one["strategy"]["class_path"].rpartition(".")[2], stage] = one["peak"]
+        Path("with.yaml").write_text(one["yaml"])
+        parsed = ConfigFit(["--allow-import", "tests", "-c", "tower.yaml", "-c", "with.yaml"], tmp_path).config()
+        assert parsed["trainer"]["devices"] == 8
+        assert parsed["trainer"]["strategy"]["class_path"].endswith(one["strategy"]["class_path"].rpartition(".")[2])
+    assert len(whole["strategies"]) == 7
+    states = alone["kinds"]["states"]
+    assert peaks["ReplicatedStrategy", 0] > peaks["ZeroStrategy", 1] > peaks["ZeroStrategy", 2]
+    assert peaks["ZeroStrategy", 2] > peaks["ZeroStrategy", 3]
+    assert peaks["ReplicatedStrategy", 0] >= alone["peak"] > int(limit.removesuffix("bytes"))
+    assert abs(alone["peak"] - peaks["ZeroStrategy", 1] - states * 7 // 8) < alone["peak"] // 3
+    chosen = yaml.safe_load(whole["strategy_yaml"])
+    Path("with.yaml").write_text(whole["strategy_yaml"])
+    assert plan("--device-memory", limit, "--no_advice", "-c", "with.yaml") == 0
+    assert f"class_path: {chosen['trainer']['strategy']['class_path']}" in capsys.readouterr().out
+    # One device that is too small is told how many are enough.
+    assert answer(capsys, "--device-memory", limit, "--no_advice")[1]["strategies"]
+    assert answer(capsys, "--device-memory", "1KiB", "--no_advice")[1]["strategies"] == []
+
+
+def test_nothing_that_fits_names_the_smallest_that_was_planned(capsys):
+    assert plan("--device-memory", "1KiB") == 3
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no change that was tried fits; the smallest needs" in text
+    peaks = [float(one) for one in re.findall(r"the smallest needs ([\d.]+) KiB: --data.batch_size 1", text)]
+    assert len(peaks) == 1
 
 
 def test_an_interrupted_search_leaves_what_is_known(capsys, monkeypatch):

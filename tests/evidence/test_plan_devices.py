@@ -64,6 +64,12 @@ def test_deepspeeds_stages_shard_what_they_say(given, shared):
     assert {kind for kind in KINDS if found[kind] < KINDS[kind]} == shared
 
 
+def test_offloaded_shards_are_in_host_memory_and_the_device_has_what_is_gathered():
+    of_four = per_device(PLAN, 4, FSDP, 1_700, offloads=True)
+    assert (of_four.peak, of_four.host) == (3_000 + 500 + 1_700, 16_000 // 4)
+    assert of_four.resident == {"states": 0, "communication": 0}
+
+
 @pytest.mark.parametrize("limit", range(5_300, 25_000, 1_371))
 def test_the_least_number_of_devices_is_what_counting_finds(limit):
     fits = [n for n in range(1, 300) if per_device(PLAN, n, FSDP, 1_700).peak <= limit]

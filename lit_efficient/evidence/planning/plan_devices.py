@@ -6,19 +6,22 @@
             weights outside of all units, and the weights and gradients of the largest unit
 
 A unit is a block, and if the strategy shards by itself also an embedding or a head. Each device has a batch of the
-configured size. `benchmarks/plan_ranks.py` compares these rules with measurements.
+configured size. `benchmarks/plan_ranks.py` compares these rules with measurements. Offloaded shards are in host memory,
+and the device holds what is gathered.
 """
 
 import contextlib
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
+import yaml
 from torch import nn
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.memory_kinds import Moment
-from lit_efficient.internals.lightning_strategies import Traits
+from lit_efficient.internals.lightning_strategies import Traits, traits_named
 from lit_efficient.mechanisms.blocks.block_map import find_blocks
 
 if TYPE_CHECKING:
@@ -30,7 +33,68 @@ _BUCKET = 25 * 2**20  # bytes of gradients that are sent together
 _SHARDED = {1: ("states",), 2: ("gradients", "states"), 3: ("weights", "adapters", "gradients", "states", "averages")}
 
 
-def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) -> "Plan":
+# Strategies for several devices, the one that costs the least time first.
+STRATEGIES: tuple[dict[str, Any], ...] = (
+    {"class_path": "lit_efficient.ReplicatedStrategy"},
+    {"class_path": "lit_efficient.ZeroStrategy", "init_args": {"stage": 1}},
+    {"class_path": "lit_efficient.ZeroStrategy", "init_args": {"stage": 2}},
+    {"class_path": "lit_efficient.ShardedStrategy"},
+    {"class_path": "lit_efficient.ZeroStrategy", "init_args": {"stage": 3}},
+    {"class_path": "lit_efficient.ShardedStrategy", "init_args": {"offload": True}},
+    {"class_path": "lit_efficient.ZeroStrategy", "init_args": {"stage": 3, "states_on": "cpu", "weights_on": "cpu"}},
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy for several devices.
+
+    Args:
+        strategy: The strategy as in a config.
+        plan: Plan of each device.
+        yaml: Config to lay over that of the fit.
+    """
+
+    strategy: Mapping[str, Any]
+    plan: "Plan"
+    yaml: str
+
+    @property
+    def name(self) -> str:
+        """The class and its arguments on one line."""
+        arguments = ", ".join(f"{name}={value}" for name, value in self.strategy.get("init_args", {}).items())
+        return f"{self.strategy['class_path'].rpartition('.')[2]}({arguments})"
+
+    @property
+    def installed(self) -> bool:
+        """False if the strategy needs DeepSpeed, which is not installed."""
+        return "Zero" not in self.strategy["class_path"] or find_spec("deepspeed") is not None
+
+
+def choices(plan: "Plan", devices: int, module: nn.Module, precision: str = "") -> list[Choice]:
+    """Return all of :data:`STRATEGIES` with their plans.
+
+    Args:
+        plan: Plan of a single device.
+        devices: Number of devices, at least 2.
+        module: The network.
+        precision: The trainer's precision.
+    """
+    found = []
+    for strategy in STRATEGIES:
+        traits = traits_named(strategy)
+        gathered = 0
+        if traits.shards:
+            gathered = gathered_bytes(module, traits, precision)
+        arguments = strategy.get("init_args", {})
+        offloads = bool(arguments.get("offload") or arguments.get("weights_on"))
+        shared = per_device(plan, devices, traits, gathered, offloads)
+        text = yaml.safe_dump({"trainer": {"devices": devices, "strategy": dict(strategy)}}, sort_keys=False)
+        found.append(Choice(strategy, shared, text))
+    return found
+
+
+def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0, offloads: bool = False) -> "Plan":
     """Return the plan of one of several devices.
 
     Args:
@@ -38,6 +102,7 @@ def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) ->
         devices: Number of devices.
         traits: Traits of the strategy.
         gathered: Result of :func:`gathered_bytes`.
+        offloads: Keep the shards in host memory.
     """
     if devices == 1:
         return plan
@@ -51,7 +116,7 @@ def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) ->
         for kind, size in moment.kinds.items():
             found[kind] = size
             if kind in sharded:
-                found[kind] = -(-size // devices)
+                found[kind] = 0 if offloads else -(-size // devices)
         sent = 0
         # Communication buffers exist only while gradients or weights travel.
         if traits.shards:
@@ -68,12 +133,16 @@ def per_device(plan: "Plan", devices: int, traits: Traits, gathered: int = 0) ->
         return Moment(moment.name, found | {"communication": found.get("communication", 0) + sent})
 
     timeline = tuple(shared(moment) for moment in plan.timeline)
+    host = plan.host
+    if offloads:
+        host += max(sum(moment.kinds.get(kind, 0) for kind in sharded) for moment in plan.timeline) // devices
     top = max(timeline or [shared(Moment("forward", plan.kinds))], key=lambda moment: moment.bytes)
     return replace(
         plan,
         peak=top.bytes,
         kinds=top.kinds,
         resident=shared(Moment("between steps", plan.resident)).kinds,
+        host=host,
         timeline=timeline,
         notes=(*plan.notes, *_notes(traits, devices)),
     )

@@ -47,6 +47,7 @@ class Predictions:
         self.say = say
         self.seconds: dict[str, float] = {}  # of each plan
         self._known: dict[str, Plan | Refusal] = {}
+        self._smallest: tuple[Change, Plan] | None = None
         self._task = ""
         self._left = 0
         self._said = time.monotonic()
@@ -64,6 +65,9 @@ class Predictions:
             start = time.monotonic()
             self._known[key] = self._made(change)
             self.seconds[key] = time.monotonic() - start
+            found = self._known[key]
+            if not isinstance(found, Refusal) and (self._smallest is None or found.peak < self._smallest[1].peak):
+                self._smallest = (change, found)
             self._left = max(0, self._left - 1)
         return self._known[key]
 
@@ -77,6 +81,11 @@ class Predictions:
             if change == AS_IT_IS:
                 raise
             return Refusal(_first_line(f"{type(error).__name__}: {error}"))
+
+    def smallest(self) -> "tuple[Change, Plan]":
+        """Return the change with the smallest peak of all plans that were made, and its plan."""
+        assert self._smallest is not None
+        return self._smallest
 
     def fits(self, change: Change = AS_IT_IS) -> bool:
         """True if a change can be planned and needs no more than the limit."""
