@@ -89,6 +89,22 @@ def check_unfinished(path: str, checkpoint: Fields, max_steps: int | None, max_e
             )
 
 
+def precision_of(path: str, checkpoint: Fields) -> str | None:
+    """Return the precision with which a checkpoint was trained; ``None`` if it does not say.
+
+    Args:
+        path: The checkpoint's file or folder of shards.
+        checkpoint: As in :func:`check_unfinished`.
+    """
+    meta = through_latest(Path(path)) / "meta.pt"
+    if not checkpoint and meta.is_file():
+        checkpoint = load_verified(meta, verify=False, mapped=True)
+    config = checkpoint.get("lit_efficient", {}).get("config")
+    if config is None:
+        return None
+    return config.get("trainer", {}).get("precision") or "32-true"  # Lightning's default
+
+
 def read_last(paths: Sequence[Path]) -> tuple[str | None, dict[str, object]]:
     """Read the first checkpoint that is not damaged.
 

@@ -242,12 +242,13 @@ class LitEfficientCLI(OpenCLI):
             checkpoint.check_unfinished(str(path), self.checkpoint, trainer.get("max_steps"), trainer.get("max_epochs"))
         if self.checkpoint:
             self.changed = checkpoint.differences(self.checkpoint, self.config_dump, fits)
-        if self._chosen_precision and "trainer.precision" in self.changed:
-            then, _ = self.changed["trainer.precision"]
-            raise ConfigurationError(
-                f"trainer.precision: auto is {self._chosen_precision} on this machine, but {path} was trained with "
-                f"{then}. Set the precision with which the run shall go on"
-            )
+        if path and fits and self._chosen_precision:
+            then = checkpoint.precision_of(str(path), self.checkpoint)
+            if then not in (None, self._chosen_precision):
+                raise ConfigurationError(
+                    f"trainer.precision: auto is {self._chosen_precision} on this machine, but {path} was trained with "
+                    f"{then}. Set the precision with which the run shall go on"
+                )
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer. A ``ValueError`` of a constructor, or a wrong argument, is bad input."""

@@ -446,6 +446,9 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
         word = f"CANNOT BE SAID: this {word}, but {bound}"
     lines += wrapped(f"device    {_size(answer.limit)} ({answer.limit_from}): {word}", width, " " * 10)
     notes = list(plan.notes)
+    on_cpu = answer.fit.trainer.strategy.root_device.type == "cpu"
+    if on_cpu and answer.options.device_memory is not None and answer.config["trainer"]["accelerator"] == "auto":
+        notes.append("There is no GPU here, so this is the plan for a CPU. For a GPU, add --trainer.accelerator gpu")
     if answer.capability is not None:
         rows = plan.amount // int(answer.fit.trainer.accumulate_grad_batches) if plan.unit == "tokens" else 0
         precision = str(answer.config["trainer"]["precision"])

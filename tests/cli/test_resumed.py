@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, ReduceLROnPlateau
 
 from lit_efficient.cli import command_line
+from lit_efficient.cli.checkpoint import precision_of
 from lit_efficient.cli.resumed import _alone
 from tests.cli.toy_runs import STEPS, fit
 from tests.support_cli import Recorder, ToyModel
@@ -71,7 +72,13 @@ def test_an_automatic_precision_is_chosen_once_and_kept(said, monkeypatch):
     chosen = "16-mixed"
     assert fit(SAVE, CKPT, auto, "--trainer.max_epochs=4") == 2
     words = " ".join(said().split())
-    assert "auto is 16-mixed on this machine, but runs/base/latest/last.ckpt was trained with bf16-mixed" in words
+    last = Path("runs/base/latest/last.ckpt")
+    shards = Path("shards")
+    shards.mkdir()
+    torch.save({"lit_efficient": torch.load(last, weights_only=True)["lit_efficient"]}, shards / "meta.pt")
+    assert precision_of(str(shards), {}) == precision_of(str(last), torch.load(last, weights_only=True)) == "bf16-mixed"
+    assert "auto is 16-mixed on this machine" in words
+    assert "last.ckpt was trained with bf16-mixed. Set the precision" in words
     assert fit(SAVE, CKPT, "--trainer.precision=bf16-mixed", "--trainer.max_epochs=4") == 0
 
 
