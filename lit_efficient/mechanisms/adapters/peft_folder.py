@@ -222,6 +222,7 @@ def placement(module: nn.Module) -> dict[str, Any]:
           the only child, if it contains all that trains, else empty for ``module`` itself.
         - ``kinds``: kind of each adapted layer, by its name in the model; ``alphas``: its alpha.
         - ``targets``: ``target_modules`` with which peft finds these layers.
+        - ``padded``: names of adapted convolutions that pad with other values than zeros.
         - ``groups``: number of inputs that share a column of A in QA-LoRA, by name.
         - ``experts``: names of the stacked weights with adapters, by the name of their module.
         - ``transposed``: names of the modules whose stacked weights are [E, in, out].
@@ -251,6 +252,7 @@ def placement(module: nn.Module) -> dict[str, Any]:
         "kinds": kinds,
         "alphas": {name: part.lora_alpha for name, part in parts.items()},
         "targets": target_modules(kinds, everything),
+        "padded": [name for name, part in parts.items() if getattr(part, "padding_mode", "zeros") != "zeros"],
         "groups": {name: part.group_size for name, part in parts.items() if part.lora_variant == "qalora"},
         "experts": {name.removeprefix(prefix): list(part.lora_names) for name, part in experts.items()},
         "transposed": [name.removeprefix(prefix) for name, part in experts.items() if part.lora_transposed],

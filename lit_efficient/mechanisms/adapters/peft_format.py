@@ -47,6 +47,11 @@ def to_peft(
             f"export: start_rounds={arguments['start_rounds']} of LoftQ changes the quantised weights, too, and an "
             "adapter of peft has none. Use format merged"
         )
+    if where["padded"]:
+        raise ConfigurationError(
+            f"export: the convolution {where['padded'][0]!r} has another padding_mode than zeros, and peft's adapters "
+            "pad with zeros. Use format safetensors or merged"
+        )
     prefix = f"{where['root']}." if where["root"] else ""
     own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
     tensors: dict[str, Tensor] = {}

@@ -144,6 +144,32 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
         LoRA(start_from=str(tmp_path / "none"))
 
 
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_convolutions_whose_padding_peft_does_not_know_are_not_exported(mode: str) -> None:
+    module = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode))
+    technique = LoRA(rank=2, targets=["0"])
+    apply(module, [technique])
+    nn.init.normal_(module[0].lora_B)
+    x = torch.randn(2, 4, 5, 5)
+    ours = module(x)
+
+    unmerged = peft.get_peft_model(
+        nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode)),
+        peft.LoraConfig(r=2, lora_alpha=technique.arguments()["alpha"], target_modules=["0"]),
+    )
+    names = {"weight": "base_layer.weight", "bias": "base_layer.bias"}
+    names |= {f"lora_{one}": f"lora_{one}.default.weight" for one in "AB"}
+    state = {f"base_model.model.0.{names[key.removeprefix('0.')]}": value for key, value in module.state_dict().items()}
+    unmerged.load_state_dict({key: value.view(unmerged.state_dict()[key].shape) for key, value in state.items()})
+    assert torch.allclose(unmerged(x), ours, atol=1e-5) == (mode == "zeros")
+
+    if mode == "zeros":
+        to_peft(module.state_dict(), placement(module), technique.arguments())
+    else:
+        with pytest.raises(ConfigurationError, match="another padding_mode than zeros"):
+            to_peft(module.state_dict(), placement(module), technique.arguments())
+
+
 def small_unet() -> Any:
     torch.manual_seed(0)
     return diffusers.UNet2DConditionModel(
