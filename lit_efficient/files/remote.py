@@ -38,7 +38,7 @@ def upload(local: Path, url: str) -> None:
         system, target = _system(url)
         parent, _, name = target.rpartition("/")
         system.makedirs(parent, exist_ok=True)
-        for entry in system.ls(parent, detail=False):
+        for entry in _entries(system, parent):
             if entry.endswith(SUFFIX) and is_stale(Path(entry)):
                 system.rm(entry)
         hidden = f"{parent}/{temporary_beside(Path(name)).name}"
@@ -130,10 +130,18 @@ def downloaded(url: str) -> Iterator[Path]:
 def _remove_folders(url: str, keep: str = "") -> None:
     system, target = _system(url)
     parent, _, name = target.rpartition("/")
-    for entry in system.ls(parent, detail=False):
+    for entry in _entries(system, parent):
         found = entry.rstrip("/").rpartition("/")[2]
         if found != keep and re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]{{8}}", found):
             system.rm(entry, recursive=True)
+
+
+def _entries(system: Any, folder: str) -> list[str]:
+    """Return the paths in a folder; none if it does not exist, as an empty folder of an object store never does."""
+    try:
+        return list(system.ls(folder, detail=False))
+    except FileNotFoundError:
+        return []
 
 
 def _system(url: str) -> tuple[Any, str]:

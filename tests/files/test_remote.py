@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -152,9 +152,34 @@ def test_a_process_killed_while_uploading_leaves_a_whole_checkpoint(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+class WithoutEmptyFolders(MemoryFileSystem):
+    """A file system whose empty folders do not exist, as those of an object store."""
+
+    protocol = "objects"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("objects://", "memory://")))
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+
+def test_a_folder_need_not_exist_before_its_first_file() -> None:
+    fsspec.register_implementation("objects", WithoutEmptyFolders, clobber=True)
+    with pytest.raises(FileNotFoundError):
+        fsspec.filesystem("objects").ls("/runs/first", detail=False)
+    save_atomically({"global_step": 3}, "objects://runs/first/a.ckpt")
+    assert load_verified("objects://runs/first/a.ckpt")["global_step"] == 3
+    remote.remove("objects://runs/first/a.ckpt")
+    remote.remove("objects://runs/none/a.ckpt")
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("s3fs") is None or find_spec("moto") is None, reason="needs s3fs and moto")
-def test_an_object_store_holds_files_and_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_store_holds_files_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(port=0)
@@ -171,5 +196,16 @@ def test_an_object_store_holds_files_and_shards(monkeypatch: pytest.MonkeyPatch)
         assert equal(resumed.lightning_module.state_dict(), whole.lightning_module.state_dict())
         remote.remove(path)
         assert not fsspec.filesystem("s3").exists(path)
+
+        (tmp_path / "inner").mkdir()
+        for turn in (1, 2):
+            (tmp_path / "inner" / "a.bin").write_bytes(bytes([turn]) * 1000)
+            folder = remote.new_folder("s3://bucket/run/last.ckpt")
+            remote.upload_files(tmp_path, folder)
+            remote.point("s3://bucket/run/last.ckpt", folder)
+        with remote.downloaded("s3://bucket/run/last.ckpt") as local:
+            assert (local / "inner" / "a.bin").read_bytes() == bytes([2]) * 1000
+        files = fsspec.filesystem("s3").find("bucket/run")
+        assert sorted(name.rpartition("/")[2] for name in files if "last.ckpt" in name) == ["a.bin", "last.ckpt"]
     finally:
         server.stop()
