@@ -17,9 +17,10 @@ class Doubled:
 
     def chosen(self, network: nn.Module) -> set[str]:
         assert all(parameter.is_meta for parameter in network.parameters())
-        return {name for name, part in network.named_modules() if type(part) is nn.Linear}
+        return {f"{name}.weight" for name, part in network.named_modules() if type(part) is nn.Linear}
 
-    def replaced(self, layer: nn.Module) -> nn.Module:
+    def replaced(self, layer: nn.Module, key: str) -> nn.Module:
+        assert key == "weight"
         self.order.append(layer.out_features)
         twin = nn.Linear(layer.in_features, layer.out_features, bias=False)
         twin.weight = nn.Parameter(2 * layer.weight, requires_grad=False)
