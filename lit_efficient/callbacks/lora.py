@@ -58,7 +58,7 @@ from lit_efficient.mechanisms.adapters.low_rank import (
     start_from_data,
 )
 from lit_efficient.mechanisms.adapters.peft_folder import adapter_in, placement, read_adapter, start_adapters
-from lit_efficient.mechanisms.adapters.quantized import SOURCE, elements, is_bitsandbytes, quantization_of
+from lit_efficient.mechanisms.adapters.quantized import SOURCE, float_count, is_bitsandbytes, quantization_of
 from lit_efficient.mechanisms.adapters.several import active_mix, check_fields, load_beside, mix_adapters, rest_beside
 from lit_efficient.mechanisms.adapters.starts import FROM_DATA, FROM_ROUNDING, FROM_WEIGHT, Statistics
 from lit_efficient.mechanisms.adapters.targets import (
@@ -613,7 +613,7 @@ class LoRA(AdapterTechnique):
     def _report(self, module: nn.Module, names: tuple[str, ...]) -> Report:
         trained = {id(p): p for p in module.parameters() if p.requires_grad}.values()
         every = list({id(p): p for p in module.parameters()}.values())
-        total = sum(map(elements, every))
+        total = float_count(module)
         share = count(trained) / max(1, total)
         size = sum(p.numel() * p.element_size() for p in trained)
         frozen = sum(p.numel() * p.element_size() for p in every) - size

@@ -26,7 +26,7 @@ from lit_efficient.mechanisms.adapters.peft_configs import config_options, peft_
 from lit_efficient.mechanisms.adapters.peft_layers import PeftLayer, networks, outermost
 from lit_efficient.mechanisms.adapters.peft_methods import check_forward, inject, network_of, switch_adapters
 from lit_efficient.mechanisms.adapters.peft_saved import peft_placement, read_peft_folder, start_from
-from lit_efficient.mechanisms.adapters.quantized import elements, is_bitsandbytes
+from lit_efficient.mechanisms.adapters.quantized import float_count, is_bitsandbytes
 from lit_efficient.mechanisms.adapters.technique import AdapterTechnique
 from lit_efficient.mechanisms.blocks.block_map import note_trained
 from lit_efficient.models.libraries.causal_lm import Primitive
@@ -176,7 +176,7 @@ class PeftAdapter(AdapterTechnique):
     def _report(self, module: nn.Module, root: Any, trained: list[nn.Parameter]) -> Report:
         place = next(name for name, part in module.named_modules() if part is root)
         layers = [f"{place}.{name}".lstrip(".") for name in outermost(root)]
-        total = sum(map(elements, {id(p): p for p in module.parameters()}.values()))
+        total = float_count(module)
         size = sum(parameter.nbytes for parameter in trained)
         kinds = [one["peft_type"] for one in self._configs.values()]
         if len(self._configs) > 1:

@@ -201,6 +201,8 @@ def _flops(key: object, name: str, result: object, args: Any, kwargs: Any) -> in
         left, right = args[:2]
         groups = len(left) if left.ndim == right.ndim == 3 else 1
         return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+    if name in ("gemm_4bit", "gemv_4bit"):
+        return 2 * args[0].numel() * args[2][0]  # bitsandbytes' product of an input and codes of a weight [out, in]
     # Wrapper subclasses and nested tensors reach this mode as whole linear layers.
     if name == "linear":
         return 2 * args[0].numel() * args[1].shape[0]

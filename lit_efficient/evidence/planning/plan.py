@@ -36,7 +36,7 @@ class Plan:
         resident: Bytes between steps by kind.
         host: Bytes in CPU memory, if the device is another one.
         timeline: One step in at most some hundred points.
-        parameters: Number of parameters.
+        parameters: Number of parameters. Quantised codes count as the weights that they encode.
         trainable: Number of parameters that an optimizer updates.
         flops: Operations of the step, including recomputation.
         techniques: Name and report of each technique, in the order in which they act.

@@ -49,6 +49,7 @@ from lit_efficient.internals.torch_operators import (
 )
 from lit_efficient.internals.torch_trees import tree_leaves, tree_map_only
 from lit_efficient.internals.wraps import does_nothing
+from lit_efficient.mechanisms.adapters.quantized import float_count
 from lit_efficient.mechanisms.flops import FlopMeter
 from lit_efficient.mechanisms.moving import holds_images
 from lit_efficient.mechanisms.trials.steps import leaves_traces, quiet
@@ -65,7 +66,7 @@ class Traced:
 
     memory: StepMemory  # of the step after the first with the highest peak
     flops: int  # operations of a step after the first
-    parameters: int  # number of parameters
+    parameters: int  # number of parameters; codes count as the weights that they encode
     trainable: int  # number of parameters that an optimizer updates
     techniques: tuple[tuple[str, str], ...]  # name and report of each technique, in the order in which they act
     notes: list[str] = field(default_factory=list)  # assumptions
@@ -227,7 +228,7 @@ class _Observer(StepMeter):
         techniques = in_order(techniques_of(trainer))
         reports = reports_of(pl_module, techniques)
         stepped = [p for one in trainer.optimizers for group in one.param_groups for p in group["params"]]
-        self.parameters = count(pl_module.parameters())
+        self.parameters = float_count(pl_module)
         self.trainable = count(p for p in stepped if p.requires_grad)
         for technique in techniques:
             name = type(technique).__name__

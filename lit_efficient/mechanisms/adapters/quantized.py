@@ -147,12 +147,23 @@ def _quantized_experts(layer: ExpertLinear, format: str, **how: Any) -> Any:
     return twin
 
 
-def elements(parameter: Tensor) -> int:
-    """Return the number of weights that a parameter encodes."""
+def float_count(module: nn.Module) -> int:
+    """Return the number of parameters that a module has without quantisation, with tied parameters counted once.
+
+    Two codes in a byte count as two weights. Scales and zero points do not count.
+    """
+    constants = set()
+    for part in module.modules():
+        if isinstance(part, Int4Linear):
+            constants |= {id(part.weight_scale), id(part.weight_zero)}
+    return sum(_elements(p) for p in module.parameters() if id(p) not in constants)
+
+
+def _elements(parameter: Tensor) -> int:
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return math.prod(state.shape)
-    if parameter.dtype == torch.uint8:  # int4 stores two codes in a byte
+    if parameter.dtype == torch.uint8:
         return 2 * parameter.numel()
     return parameter.numel()
 
