@@ -6,6 +6,7 @@ a separate plan.
 """
 
 import argparse
+import contextlib
 import io
 import json
 import shutil
@@ -58,6 +59,13 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices (default: that of the config)")
     parser.add_argument("--solve", metavar="WHAT", help=f"search for a single value: {', '.join(SOLVES)}")
     parser.add_argument("--no_advice", action="store_true", help="print the plan only, without a search")
+    parser.add_argument(
+        "--advice_minutes",
+        type=float,
+        default=2.0,
+        metavar="N",
+        help="time for the search after the plan (default: %(default)g); a plan that is under way may end later",
+    )
     parser.add_argument("--json", action="store_true", help="print all results as JSON")
     parser.add_argument("--output", metavar="FILE.png", help="picture of the memory over the step")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
@@ -66,6 +74,7 @@ def run(argv: Sequence[str]) -> int:
         check_choice("plan", "--solve", options.solve, SOLVES)
     if options.devices is not None:
         check_number("plan", "--devices", options.devices, least=1, most=4096, whole=True)
+    check_number("plan", "--advice_minutes", options.advice_minutes, least=0)
     if options.output:
         check_installed("plan --output", "matplotlib")
         if not Path(options.output).absolute().parent.is_dir():
@@ -251,7 +260,23 @@ class _Answer:
         )
 
     def _advise(self, plan: "Plan", fits: bool) -> None:
-        """Print the largest batch that fits, or changes with which the fit fits."""
+        """Print the largest batch that fits, or changes with which the fit fits. The search ends after its time."""
+        from lit_efficient.evidence.planning.plan_search import SearchEnded
+
+        minutes = self.options.advice_minutes
+        self.predictions.end_after(60 * minutes)
+        with contextlib.suppress(SearchEnded):
+            self._search(plan, fits)
+        if self.predictions.stopped:
+            if not fits:
+                self._tell_smallest()
+            text = (
+                f"stopped   the search ended after --advice_minutes {minutes:g}, and other changes were not tried. "
+                f"Search longer: --advice_minutes {max(10, 5 * minutes):g}"
+            )
+            self._tell(wrapped(text, self.width, " " * 10), stopped=True)
+
+    def _search(self, plan: "Plan", fits: bool) -> None:
         from lit_efficient.evidence.planning.plan_settings import batch_lever
 
         batch = None
@@ -272,7 +297,7 @@ class _Answer:
             self._tell(["", *lines], largest=_found(found, batch.names))
 
     def _advise_changes(self, plan: "Plan", batch: "Lever | None") -> None:
-        from lit_efficient.evidence.planning.advice import Advice, Adviser, candidates
+        from lit_efficient.evidence.planning.advice import Adviser, candidates
         from lit_efficient.evidence.planning.plan_settings import length_lever
         from lit_efficient.internals.torch_modules import BatchNorm
 
@@ -289,15 +314,29 @@ class _Answer:
             self.data["advice"].append(_advice(advice))
             self._tell(_advice_lines(advice, self.limit, self.width))
         if not self.data["advice"]:
-            change, smallest = self.predictions.smallest()
-            words = " ".join(Advice("", change, smallest).words) or "the config as it is"
-            lines = [f"no change that was tried fits; the smallest needs {_size(smallest.peak)}: {words}"]
-            lines.append("use a smaller model, a larger device, or more devices")
-            self._tell([line for text in lines for line in wrapped(f"  {text}", self.width, "    ")])
+            self._tell_smallest()
         lines = []
         for name, reason in adviser.skipped.items():
             lines += wrapped(f"  {name}: {reason}", self.width, "    ")
         self._tell(["not used:", *lines] if lines else [], skipped=adviser.skipped)
+
+    def _tell_smallest(self) -> None:
+        """Print the smallest plan of the search."""
+        from lit_efficient.evidence.planning.advice import Advice, candidates
+
+        change, smallest = self.predictions.smallest()
+        seen = Advice("", change, smallest)
+        text = f"no change that was tried fits; the smallest needs {_size(smallest.peak)}"
+        if smallest.peak <= self.limit:
+            text = f"the smallest plan so far fits, with {_size(smallest.peak)}"
+        among = candidates(self.config, self.fit.trainer)
+        if any(one.computes == "other" and one.overlay in change.overlays for one in among):
+            text += " (CHANGES THE RESULT)"
+        lines = [f"{text}: {' '.join(seen.words) or 'the config as it is'}"]
+        if not self.predictions.stopped:
+            lines.append("use a smaller model, a larger device, or more devices")
+        lines = [line for text in lines for line in wrapped(f"  {text}", self.width, "    ")]
+        self._tell(lines, smallest={"options": seen.words, "peak": smallest.peak})
 
     def _solved(self) -> int:
         from lit_efficient.evidence.planning.plan_settings import batch_lever, length_lever, rank_lever

@@ -1,5 +1,6 @@
 """Tests of ``plan`` on a small network: its output adds up, and its advice is confirmed by the same command."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader
 from lit_efficient.__main__ import main
 from lit_efficient.cli.fits import ConfigFit
 from lit_efficient.commands.plan import _size
+from lit_efficient.evidence.fits import Change
+from lit_efficient.evidence.planning.advice import Adviser
 from tests.support_cli import ToyData
 
 
@@ -185,6 +188,36 @@ def test_nothing_that_fits_names_the_smallest_that_was_planned(capsys, monkeypat
     assert f"no change that was tried fits; the smallest needs {_size(smallest)}: {' '.join(words)}" in text
 
 
+@pytest.mark.parametrize(("limit", "code"), [("200KiB", 3), ("400KiB", 0)])
+def test_a_search_whose_time_is_over_says_so(capsys, limit, code):
+    assert plan("--device-memory", limit, "--advice_minutes", "0") == code
+    text = " ".join(capsys.readouterr().out.split())
+    assert "the search ended after --advice_minutes 0" in text
+    assert "Search longer: --advice_minutes 10" in text
+    assert ("no change that was tried fits; the smallest needs" in text) is (code == 3)
+    assert "use a smaller model" not in text
+
+
+@pytest.mark.turns(2, family="plans that try much")
+@pytest.mark.parametrize(
+    ("limit", "says"), [("200KiB", "the smallest plan so far fits"), ("1KiB", "no change that was")]
+)
+def test_a_search_that_ends_names_the_smallest_plan_so_far(capsys, monkeypatch, limit, says):
+    first = Adviser.all
+
+    def ends(self):
+        yield from itertools.islice(first(self), 1)
+        self.predictions.end_after(0)
+        self.predictions(Change("", {"data.batch_size": 3}))
+
+    monkeypatch.setattr(Adviser, "all", ends)
+    assert plan("--device-memory", limit) == 3
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("* the same result") == (limit == "200KiB")
+    assert f"{says}" in text
+    assert "--data.batch_size 1 " in text[text.index(says) :]
+
+
 def test_an_interrupted_search_leaves_what_is_known(capsys, monkeypatch):
     monkeypatch.setattr(Tower, "interrupts", 8)
     code, whole = answer(capsys, "--device-memory", "1GiB")
@@ -203,6 +236,7 @@ def test_an_interrupted_search_leaves_what_is_known(capsys, monkeypatch):
         (["--output", "no/such/step.png"], "--output must be a file in a folder that exists"),
         (["--solve", "lora_rank", "--device-memory", "1GiB"], "no adapters with a rank"),
         (["--data", f"{__name__}.Sizeless", "--solve", "train_batch_size"], "no setting of Sizeless"),
+        (["--advice_minutes", "-1"], "--advice_minutes must be at least 0, got -1"),
         (["--no_such"], "no_such"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.evidence.fits import Change
-from lit_efficient.evidence.planning.plan_search import TRIES, Predictions, Refusal, largest
+from lit_efficient.evidence.planning.plan_search import TRIES, Predictions, Refusal, SearchEnded, largest
 from tests.evidence.known_plans import by_formula, plan_of
 
 LIMIT = 10_000_000
@@ -95,3 +95,35 @@ def test_a_search_ends_before_plans_that_would_take_long(monkeypatch):
     assert found.above > 2_004
     assert found.reason == "not tried, because its plan would take long; values below it may fit"
     assert now[0] < 60
+
+
+def test_a_search_ends_with_its_time_and_promises_no_more(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    made: list[int] = []
+
+    def predict(change):
+        now[0] += 50.0
+        return by_formula(FORMULAS["steep"], made)(change)
+
+    said: list[str] = []
+    predictions = Predictions(predict, LIMIT, said.append)
+    predictions(batch(7))
+    predictions.end_after(70)
+    predictions.begin("batch", 100)
+    found = largest(predictions, batch, 1)  # the second plan begins before the end and may take its time
+    assert made == [7, 1, 2]
+    assert predictions.stopped
+    assert (found.value, found.above) == (2, None)
+    with pytest.raises(SearchEnded):
+        predictions(batch(4))
+    assert predictions.smallest()[1].peak == FORMULAS["steep"](1)
+    seconds = [int(line.rpartition("at most ")[2].split()[0]) for line in said if "at most" in line]
+    assert seconds == [70, 20]
+
+
+def test_a_search_without_time_finds_nothing():
+    predictions = Predictions(by_formula(FORMULAS["line"]), LIMIT)
+    predictions.end_after(0)
+    with pytest.raises(SearchEnded):
+        largest(predictions, batch, 8)

@@ -30,6 +30,10 @@ class Refusal:
     reason: str
 
 
+class SearchEnded(Exception):
+    """The time of a search is over, and the next plan was not made."""
+
+
 class Predictions:
     """Plans of changes. Each is made once and kept.
 
@@ -51,6 +55,12 @@ class Predictions:
         self._task = ""
         self._left = 0
         self._said = time.monotonic()
+        self._ends = math.inf  # time after which no plan is begun
+        self.stopped = False  # True once a plan was not made because of the time
+
+    def end_after(self, seconds: float) -> None:
+        """Make no further plan after so many seconds from now: the next one raises :class:`SearchEnded`."""
+        self._ends = time.monotonic() + seconds
 
     def begin(self, task: str, most: int) -> None:
         """Begin a task of at most so many plans. Its name appears in the lines of progress."""
@@ -58,9 +68,16 @@ class Predictions:
         self._left = most
 
     def __call__(self, change: Change = AS_IT_IS) -> "Plan | Refusal":
-        """Return the plan of a change, or the reason why it is refused."""
+        """Return the plan of a change, or the reason why it is refused.
+
+        Raises:
+            SearchEnded: If the time of the search is over.
+        """
         key = _key(change)
         if key not in self._known:
+            if time.monotonic() >= self._ends:
+                self.stopped = True
+                raise SearchEnded
             self._progress()
             start = time.monotonic()
             self._known[key] = self._made(change)
@@ -100,7 +117,8 @@ class Predictions:
             if self._left:
                 # The first plan is no measure of plans with techniques, which may take several times as long.
                 longest = max(self.seconds.values())
-                line += f", at most {max(1, round(longest * self._left))} s for this search"
+                most = min(longest * self._left, self._ends - now)
+                line += f", at most {max(1, round(most))} s for this search"
             self.say(line)
             self._said = now
 
@@ -137,7 +155,7 @@ def largest(
     """Search for the largest multiple of ``step`` that fits, if a larger value never needs less memory.
 
     After :data:`TRIES` plans the result is the largest value known to fit. So it is when larger values would take long
-    to plan, as batches of a tiny network whose loss is computed in many chunks.
+    to plan, as batches of a tiny network whose loss is computed in many chunks, and when the search's time is over.
 
     Args:
         predictions: Plans of changes.
@@ -145,6 +163,9 @@ def largest(
         start: First value to try.
         step: Divisor of all values.
         amiss: Function that returns the reason why a plan is not one of its value, or an empty string.
+
+    Raises:
+        SearchEnded: If the time of the search is over before a value is known to fit.
     """
     known: dict[int, Plan | Refusal] = {}
     low = 0
@@ -154,7 +175,12 @@ def largest(
     at = max(1, start // step)
     while (high is None or high - low > 1) and len(known) < TRIES:
         change = change_of(at * step)
-        found = predictions(change)
+        try:
+            found = predictions(change)
+        except SearchEnded:
+            if not low:
+                raise
+            break
         if amiss is not None and not isinstance(found, Refusal):
             reason = amiss(at * step, found)
             if reason:
