@@ -58,6 +58,18 @@ class Rows(LightningDataModule):
         return DataLoader(torch.ones(self.count, 16, 16), batch_size=self.batch_size)
 
 
+class Shorthand(Rows):
+    """DataModule that stores its batch size under another name."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        del self.batch_size
+        self.b = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(self.count, 16, 16), batch_size=self.b)
+
+
 class Sizeless(ToyData):
     """DataModule without a setting of the batch size."""
 
@@ -109,6 +121,14 @@ def test_what_fits_adds_up_and_the_largest_batch_is_found(capsys):
     assert largest["peak"] <= 400 * 1024 < largest["next_peak"]
     assert plan("--device-memory", "400KiB", "--no-advice", "--data.batch_size", str(largest["next"])) == 3
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["step.png", "tower.yaml"]  # and no run
+
+
+def test_a_batch_size_under_another_name_is_searched_by_its_argument(capsys):
+    words = ["--device-memory", "200KiB", "--solve", "train_batch_size"]
+    code, named = answer(capsys, *words)
+    found = answer(capsys, *words, "--data", f"{__name__}.Shorthand", "--data.batch_size", "2")[1]
+    assert code == 0
+    assert found["solve"] == named["solve"]
 
 
 def test_a_bound_says_so_first_and_does_not_decide_what_it_cannot(capsys):

@@ -13,7 +13,7 @@ from lit_efficient.declaration import Phase, techniques_of
 from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.evidence.fits import AS_IT_IS, Change, Fit, batch_setting
 from lit_efficient.evidence.planning.plan_search import Found, Predictions, Refusal, changed, largest
-from lit_efficient.mechanisms.trials.batch_size import stored_argument
+from lit_efficient.mechanisms.trials.batch_size import NAMES, stored_argument
 
 if TYPE_CHECKING:
     from lit_efficient.evidence.planning.plan import Plan
@@ -56,9 +56,7 @@ def batch_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
         ConfigurationError: If no setting changes the batch of the plan.
     """
     predictions.begin("search for the setting of the batch size", 2)
-    setting = batch_setting(fit)
-    if setting is not None:
-        name, now = setting
+    for name, now in _batch_settings(fit, plan):
         # The data may have too few samples for twice the batch.
         for value in (2 * now, now // 2):
             if not value:
@@ -68,8 +66,20 @@ def batch_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
                 return Lever((name,), now, samples=now == plan.batch)
     raise ConfigurationError(
         f"plan: no setting of {_owners(fit)} changes the batch of {plan.batch}, so its size cannot be searched: "
-        "give the DataModule an argument batch_size that its loaders follow"
+        "give the DataModule an argument batch_size that its loaders follow, stored as self.batch_size"
     )
+
+
+def _batch_settings(fit: Fit, plan: "Plan") -> Iterator[tuple[str, int]]:
+    setting = batch_setting(fit)
+    if setting is not None:
+        yield setting
+        return
+    # A config can also set an argument whose value is not an attribute of that name.
+    for part, owner in (("data", fit.datamodule), ("model", fit.module)):
+        for name in NAMES:
+            if owner is not None and name in inspect.signature(type(owner)).parameters:
+                yield f"{part}.{name}", plan.batch
 
 
 def length_lever(fit: Fit, predictions: Predictions, plan: "Plan") -> Lever:
