@@ -488,6 +488,13 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
     on_cpu = answer.fit.trainer.strategy.root_device.type == "cpu"
     if on_cpu and answer.options.device_memory is not None and answer.config["trainer"]["accelerator"] == "auto":
         notes.append("There is no GPU here, so this is the plan for a CPU. For a GPU, add --trainer.accelerator gpu")
+    on_gpu = answer.kernels == "cuda" or answer.fit.trainer.strategy.root_device.type == "cuda"
+    if on_gpu and 0 <= left < answer.limit / 10:
+        notes.append(
+            "Less than a tenth of the memory is left, and the plan counts neither the CUDA context nor fragmentation. "
+            "To search for changes with a peak within nine tenths of the memory, add --device_memory "
+            + _size(0.9 * answer.limit).replace(" ", "").replace(",", "")
+        )
     if answer.capability is not None:
         rows = plan.amount // int(answer.fit.trainer.accumulate_grad_batches) if plan.unit == "tokens" else 0
         precision = str(answer.config["trainer"]["precision"])

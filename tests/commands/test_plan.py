@@ -282,6 +282,17 @@ def test_a_gpu_that_is_not_there_is_planned_for_where_its_memory_is_given(capsys
         assert ("For a GPU, add --trainer.accelerator gpu" in text) is hint
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without a GPU")
+@pytest.mark.parametrize(
+    ("accelerator", "spare", "noted"), [("gpu", 1.05, True), ("gpu", 1.2, False), ("cpu", 1.05, False)]
+)
+def test_a_gpu_that_is_nearly_full_is_noted(capsys, accelerator, spare, noted):
+    words = ["--trainer.accelerator", accelerator, "--no_advice"]
+    peak = answer(capsys, *words, "--device_memory", "1GiB")[1]["plan"]["peak"]
+    assert plan(*words, "--device_memory", f"{spare * peak / 1024:.0f}KiB") == 0
+    assert ("Less than a tenth of the memory is left" in " ".join(capsys.readouterr().out.split())) is noted
+
+
 def test_the_text_has_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert plan("--device-memory", "200KiB", "--no_advice") == 3
