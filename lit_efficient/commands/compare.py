@@ -119,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
         help="overlays to compare, or settings: LoRA.variant=pissa. Several values of one setting are not combined",
     )
     parser.add_argument("--all", action="store_true", help="compare each technique alone that this config accepts")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each training (default: 100)")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="optimizer steps of each training, at least 3 (default: 100)"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant (default: 3)")
     parser.add_argument("--minutes", type=float, default=10.0, help="time after which no new run begins (default: 10)")
     parser.add_argument("--validations", type=int, default=10, help="validations in each training (default: 10)")

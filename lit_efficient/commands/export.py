@@ -10,13 +10,16 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("lit_efficient export", description="Export a checkpoint for other programs.")
     parser.add_argument("checkpoint", help="a Lightning checkpoint")
     parser.add_argument(
-        "--format", choices=("peft", "merged", "gguf", "safetensors", "diffusers"), default="safetensors"
+        "--format",
+        choices=("peft", "merged", "gguf", "safetensors", "diffusers"),
+        default="safetensors",
+        help="default: safetensors, one file of weights with adapters merged; merged is a folder for transformers",
     )
     parser.add_argument("--output", required=True, help="a new folder")
     parser.add_argument(
         "--base",
         help="the frozen base model, if the checkpoint neither contains nor names it: a transformers folder for merged "
-        "and peft, else a checkpoint or safetensors file",
+        "and peft, else a checkpoint or safetensors file. peft writes this name as the base into the adapter's config",
     )
     parser.add_argument(
         "--weights",

@@ -30,7 +30,11 @@ def run(argv: Sequence[str]) -> int:
         metavar="TEXT",
         help='texts to continue, or one file: one text per line, or a .jsonl of {"prompt": "..."}',
     )
-    parser.add_argument("--chat", action="store_true", help="format each prompt as a user's turn by the chat template")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="format each prompt as a user's turn by the chat template, and print the answer alone",
+    )
     parser.add_argument(
         "--image",
         action="append",
@@ -93,11 +97,13 @@ def run(argv: Sequence[str]) -> int:
     most = arguments.max_new_tokens
     if most is None:
         most = min(128, longest_row(model.network) // 2)
+    chat = arguments.chat or bool(arguments.image)
     texts = model.generate_text(
         given,
         max_new_tokens=most,
         seed=arguments.seed,
-        chat=arguments.chat or bool(arguments.image),
+        chat=chat,
+        with_prompts=not chat,
         batch_size=arguments.batch_size,
         stop=arguments.stop,
         images=[arguments.image] * len(given) if arguments.image else (),

@@ -178,6 +178,11 @@ class DocumentRows:
             self._tested = network
             self._way = _usual_way(network)
         elif self._tested is not network or untested:
+            if "position_ids" in batch:
+                rank_zero_info(
+                    f"{self.owner}: testing once whether packed documents attend to each other, which may take as "
+                    "long as 50 to 160 short steps"
+                )
             with undisturbed(network, batch["input_ids"].device) as in_training:
                 probe = _Probe(network, batch["input_ids"], plain, in_training)
                 if self._tested is not network:

@@ -308,7 +308,14 @@ class LanguageModeling(ChecksTypes, LightningModule):
         optimizer = FusedAdamW(
             trained, self.learning_rate, (0.9, 0.95), weight_decay=self.weight_decay, decay_norm_and_bias=False
         )
-        schedule = partial(warmup_cosine, warmup=self.warmup_steps, total=self.trainer.estimated_stepping_batches)
+        steps = self.trainer.estimated_stepping_batches
+        if self.warmup_steps > steps / 2:
+            rank_zero_info(
+                f"{type(self).__name__}: warmup_steps is {self.warmup_steps}, which is more than half of the run's "
+                f"{steps:g} steps: the learning rate is too low for most of the run. Set model.warmup_steps to about "
+                f"{max(1, steps // 10):g}, or train for more epochs"
+            )
+        schedule = partial(warmup_cosine, warmup=self.warmup_steps, total=steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -394,6 +401,7 @@ class LanguageModeling(ChecksTypes, LightningModule):
         stop: Sequence[str] = (),
         images: Sequence[Sequence[Image]] = (),
         adapters: str | Sequence[str | None] = (),
+        with_prompts: bool = True,
     ) -> list[str]:
         """Return prompts with their continuations, without reading or changing the global random state.
 
@@ -414,6 +422,7 @@ class LanguageModeling(ChecksTypes, LightningModule):
                 or at the places of ``<image>`` in it. Needs ``chat``. Each prompt with images is a batch.
             adapters: Adapter that continues the prompts, if ``LoRA`` has several (``beside``): a name, or for each
                 prompt a name, or None for the base alone.
+            with_prompts: False returns the continuations alone, which are the answers with ``chat``.
         """
         self._check_generates()
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -438,7 +447,7 @@ class LanguageModeling(ChecksTypes, LightningModule):
             pictured=pictured,
             adapters=[adapters] * len(texts) if isinstance(adapters, str) else adapters,
         )
-        return [text + new for text, (new, _) in zip(texts, found)]
+        return [text + new if with_prompts else new for text, (new, _) in zip(texts, found)]
 
     def continuations(self, tokenizer: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
         """Return the continuation of each prompt, and whether it has ended. ``how``: see `text_generation`."""

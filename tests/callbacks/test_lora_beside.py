@@ -251,11 +251,11 @@ def test_a_rank_for_the_tokens_of_an_epoch_is_said_once(caplog: pytest.LogCaptur
     settings = {**QUIET, "max_steps": 6, "accumulate_grad_batches": 2}
     with caplog.at_level("INFO"):
         L.Trainer(callbacks=[technique], **settings).fit(Mapped().train(), DataLoader(rows, batch_size=4))
-    (said,) = [record.message for record in caplog.records if "tokens of this run" in record.message]
+    (said,) = [record.message for record in caplog.records if "rule of thumb" in record.message]
     tokens, parameters = 10 * 4 * 20, 32 + 32  # an epoch of ten batches, of which all are learned from
     assert f"about {tokens:,} different tokens" in said
     assert f"{parameters} parameters" in said
-    assert f"a rank of about {rank_for(tokens, parameters)} is enough" in said
+    assert f"than with a rank of about {rank_for(tokens, parameters)}." in said
     assert rank_for(tokens, parameters) == 7
     assert learned_tokens({"shift_labels": labels[None]}) == 20
     assert learned_tokens({"labels": torch.arange(3)}) is None

@@ -125,7 +125,7 @@ for kind in ("peft", "merged"):
 program("generate", "--ckpt", new("lora"), "--prompt", "Add", "--max_new_tokens", "1")
 """
 OURS = ("Seed set to", "GPU available", "`Trainer(", "`Trainer.fit`", "LanguageData", "Techniques:", "  ", "LoRA:")
-OURS += ("raw weights; outputs of", "runs/llm/", "search for", "data.", "warning: ")
+OURS += ("LanguageModeling:", "Parameters:", "raw weights; outputs of", "runs/llm/", "search for", "data.", "warning: ")
 
 
 @pytest.mark.nightly

@@ -666,7 +666,7 @@ def test_the_config_trains_what_it_says_and_exports_it(
     inputs = processor(text=[text], images=[[picture(*IMAGES[0][0])]], add_special_tokens=False, return_tensors="pt")
     tuned = AutoModelForImageTextToText.from_pretrained("tuned")
     found = tuned.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert capsys.readouterr().out == text + processor.tokenizer.decode(found) + "\n"
+    assert capsys.readouterr().out == processor.tokenizer.decode(found) + "\n"
 
 
 class Planned(FitSource):

@@ -32,8 +32,8 @@ def _fit(model: LanguageModeling, data: Any, callbacks: Any = (), **changes: Any
 
 
 def _conversations(**changes: Any) -> LanguageData:
-    groups: dict[str, Any] = {"rows": LanguageRows(max_rows=60), "chat": LanguageChat(vocab_size=400)}
-    return LanguageData(**groups, max_length=128, batch_size=2, val_fraction=0.2, **changes)
+    changes = {"rows": LanguageRows(max_rows=60), "chat": LanguageChat(vocab_size=400)} | changes
+    return LanguageData(max_length=128, batch_size=2, val_fraction=0.2, **changes)
 
 
 def _llama() -> CausalLMConfig:
@@ -64,9 +64,26 @@ def test_a_loss_without_logits_trains_the_same_weights(kind: str, pack: bool) ->
         torch.testing.assert_close(chunked[name], tensor, rtol=1e-3, atol=2e-4)  # Adam divides by tiny roots
 
 
-def test_it_stops_where_the_template_ends_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = LanguageModeling(_llama(), warmup_steps=1), _conversations()
-    _fit(model, data)
+def test_a_short_run_on_few_rows_says_what_is_too_much_and_too_little(caplog: pytest.LogCaptureFixture) -> None:
+    data = _conversations(rows=LanguageRows(max_rows=12))
+    with caplog.at_level("INFO"):
+        _fit(LanguageModeling(_llama(), warmup_steps=2), data)
+    held_out = data.report["counts"]["val"]["rows"]
+    assert 0 < held_out < 10
+    assert f"only {held_out} of 12 rows" in caplog.text
+    assert "warmup_steps is 2, which is more than half of the run's 3 steps" in caplog.text
+    assert caplog.text.count("testing once whether packed documents attend to each other") == 1
+
+
+def test_it_stops_where_the_template_ends_a_turn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, data = LanguageModeling(_llama(), warmup_steps=1), _conversations(rows=LanguageRows(max_rows=90))
+    with caplog.at_level("INFO"):
+        _fit(model, data)
+    assert data.report["counts"]["val"]["rows"] >= 10  # of 90
+    assert "held out" not in caplog.text
+    assert "warmup_steps" not in caplog.text
     end = data.report["end_of_turn"]
     assert model.tokenizer_state is not None
     assert end in model.tokenizer_state["stop"]

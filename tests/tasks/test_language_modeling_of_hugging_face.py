@@ -219,8 +219,11 @@ def test_a_chat_is_answered_in_the_template_and_begins_once() -> None:
     rendered = f"{start}<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     for prompt, chat in (("hello", True), (rendered.removeprefix(start), False)):
         text = task.generate_text(prompt, chat=chat, max_new_tokens=1)[0]
-        assert text.startswith(rendered if chat else prompt)
-    assert seen[0] == seen[1]
+        given = rendered if chat else prompt
+        assert text.startswith(given)
+        alone = task.generate_text(prompt, chat=chat, max_new_tokens=1, with_prompts=False)[0]
+        assert given + alone == text
+    assert all(row == seen[0] for row in seen)
     assert seen[0].count(tokenizer.eos_token_id) == 1
     tokenizer.chat_template = None
     task.tokenizer_state = pack_tokenizer(tokenizer)

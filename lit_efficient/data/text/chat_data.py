@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from lit_efficient.data.text.image_texts import ImageTexts
 
+_FEW = 10  # rows held out, below which a message says so
+
 
 class ChatDataModule(ChecksTypes, LightningDataModule):
     """Base of DataModules with a chat tokenizer. Most attributes are known after ``setup``.
@@ -180,6 +182,14 @@ class ChatDataModule(ChecksTypes, LightningDataModule):
         for split, counts in report["counts"].items():
             if counts["rows"]:
                 rank_zero_info(f"{self.owner}: {split}: {self.summary(counts)}")
+        held_out = report["counts"]["val"]["rows"]
+        every = held_out + report["counts"]["train"]["rows"]
+        if self.val is None and 0 < held_out < _FEW and every > 2:  # a single text is cut into two rows
+            rank_zero_info(
+                f"{self.owner}: only {held_out} of {every} rows {'is' if held_out == 1 else 'are'} held out for "
+                f"validation (val_fraction: {self.val_fraction:g}), so val/loss depends on the choice of the rows, and "
+                "so does a checkpoint that is chosen by it. Set data.val, or a larger data.val_fraction"
+            )
         rank_zero_info(f"{self.owner}: cache {self._folder}")
 
     def setup(self, stage: str | None = None) -> None:

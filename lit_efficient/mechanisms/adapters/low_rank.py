@@ -726,11 +726,11 @@ def capacity_line(tokens: int, parameters: int, rank: int) -> str:
         rank: Rank of the adapters.
     """
     need = rank_for(tokens, max(1, parameters // rank))
-    verdict = "enough"
+    verdict = f"rank {rank} is large enough for the data"
     if need > rank:
-        verdict = f"too little: a rank of about {need} is enough, with less the loss falls more slowly"
+        verdict = f"rank {rank} is small, and the loss falls more slowly than with a rank of about {need}"
     return (
-        f"by the first batch, about {tokens:,} different tokens of this run contribute to the loss, with about one bit "
-        f"of information each; the adapters' {parameters:,} parameters store about "
-        f"{_BITS_PER_PARAMETER:g} bits each: {verdict}"
+        f"{verdict}. The adapters have {parameters:,} parameters, and the run trains on about {tokens:,} different "
+        f"tokens (estimated from the first batch). By a rule of thumb, one parameter is enough for "
+        f"{_BITS_PER_PARAMETER:g} tokens"
     )
