@@ -121,7 +121,7 @@ def test_no_address_is_made_up() -> None:
 
 def test_the_image_is_installed_as_ci_is() -> None:
     lines = {name: (ROOT / name).read_text("utf-8").splitlines() for name in ("Dockerfile", ".ci/environment")}
-    assert lines[".ci/environment"][-1].startswith(".ci/install ")
+    assert ".ci/install --no-compile" in lines[".ci/environment"]
     assert "RUN .ci/install" in lines["Dockerfile"]
     assert os.access(ROOT / ".ci" / "install", os.X_OK)
     torch = [line for line in lines["Dockerfile"] if line.startswith("RUN pip install") and line.endswith(" torch")]
