@@ -131,14 +131,14 @@ def slow_sizes(module: nn.Module, rows: int, precision: str, capability: tuple[i
     names: dict[int, str] = {}
     total = 0
     for name, part in module.named_modules():
+        if hasattr(part, "num_embeddings"):  # a table, whose rows are looked up
+            continue
         weight = getattr(part, "weight", None)
         # A padded layer has more rows than it says. Codes of a quantised layer have another shape.
         if isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point():
             sizes = [*weight.shape]
         else:
-            sizes = [getattr(part, name, 0) for name in ("in_features", "out_features")]
-        if hasattr(part, "num_embeddings"):  # a table, whose rows are looked up
-            continue
+            sizes = [getattr(part, "in_features", 0), getattr(part, "out_features", 0)]
         total += math.prod(sizes)
         for size in {*sizes}:
             if size % multiple:

@@ -107,16 +107,21 @@ def test_an_error_reaches_the_user_and_the_previous_checkpoint_stays(
     assert torch.load(tmp_path / "after.ckpt", weights_only=True)["global_step"] == run.global_step
 
 
-def test_the_last_step_of_a_command_has_its_name_when_the_fit_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def save_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let each save take so many seconds longer."""
     save = safe_checkpoint_io.save_atomically
 
     def slowly(content: object, target: Path) -> None:
-        time.sleep(0.2)
+        time.sleep(seconds)
         save(content, target)
 
     monkeypatch.setattr(safe_checkpoint_io, "save_atomically", slowly)
+
+
+def test_the_last_step_of_a_command_has_its_name_when_the_fit_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_slowly(monkeypatch, 0.2)
     fitted([AsyncCheckpoint(), LastCheckpoint()], max_epochs=1, default_root_dir=tmp_path)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
 
@@ -133,13 +138,7 @@ def test_checkpoints_of_one_name_get_the_numbers_that_they_have_without_it(
     kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a name is asked for while the file of that name is written or removed."""
-    save = safe_checkpoint_io.save_atomically
-
-    def slowly(content: object, target: Path) -> None:
-        time.sleep(0.05)
-        save(content, target)
-
-    monkeypatch.setattr(safe_checkpoint_io, "save_atomically", slowly)
+    save_slowly(monkeypatch, 0.05)
     found = []
     for callbacks in ([], [AsyncCheckpoint()]):
         folder = tmp_path / f"{len(callbacks)}"

@@ -11,6 +11,17 @@ from typing import Any
 from lit_efficient.errors import ConfigurationError, check_number, did_you_mean
 from lit_efficient.internals.import_noise import silence_imports
 
+# What peft raises for a network or option that it does not support; the warning is made an error.
+_ERRORS = (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    AttributeError,
+    RuntimeError,
+    KeyError,
+    ImportError,
+    RuntimeWarning,
+)
 _NEEDS_PEFT_MODEL = {  # options that have no effect, or not the whole one, without peft's own model
     "use_asa": "requires a step of peft's own model",
     "alora_invocation_tokens": "requires peft's own model, which searches for these tokens to activate the adapter",
@@ -122,14 +133,10 @@ def refusing(what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-            warnings.filterwarnings(
-                "error", message=r"target_\w+=.* were set but no"
-            )  # peft would adapt the rest alone
+            # peft would adapt the other targets alone.
+            warnings.filterwarnings("error", message=r"target_\w+=.* were set but no")
             yield
-    except (
-        *(ValueError, TypeError, NotImplementedError, AttributeError),
-        *(RuntimeError, KeyError, ImportError, RuntimeWarning),
-    ) as error:
+    except _ERRORS as error:
         said = " ".join(str(error).split())[:400].replace("Target modules", "target_modules")
         if error.args == ("model_type",):
             said = "target_modules must be given for a network that peft does not know"
