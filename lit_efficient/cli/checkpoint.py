@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lit_efficient.cli.defaults import default_part
-from lit_efficient.cli.run_folder import checkpoints, with_its_name
+from lit_efficient.cli.run_folder import checkpoints, finish_killed_run
 from lit_efficient.cli.tree import flat
 from lit_efficient.distributed.shards import check_shards
 from lit_efficient.errors import CheckpointError, FinishedError
@@ -67,7 +67,7 @@ def read(path: str, subcommand: str) -> dict[str, Any]:
 def check_unfinished(path: str, checkpoint: Fields, max_steps: int | None, max_epochs: int | None) -> None:
     """Raise FinishedError if a fit that is resumed from a checkpoint would end before its first step.
 
-    The checkpoint is renamed to ``last.ckpt`` if its run was killed before it did so.
+    What a run had left to do when it was killed after its last step is done first.
 
     Args:
         path: The checkpoint's file, for the message.
@@ -83,8 +83,9 @@ def check_unfinished(path: str, checkpoint: Fields, max_steps: int | None, max_e
     epochs = int(progress.get("processed", 0))
     for name, done, most in (("step", steps, max_steps), ("epoch", epochs, max_epochs)):
         if most is not None and 0 <= most <= done:
+            last = finish_killed_run(path)
             raise FinishedError(
-                f"nothing is left to do: {with_its_name(path)} is at {name} {done}, and trainer.max_{name}s is {most}. "
+                f"nothing is left to do: {last} is at {name} {done}, and trainer.max_{name}s is {most}. "
                 f"To train longer, raise trainer.max_{name}s"
             )
 

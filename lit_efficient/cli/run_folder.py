@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lit_efficient.cli.tree import as_list
 from lit_efficient.errors import CheckpointError
-from lit_efficient.files.atomic_file import remove_whole, replacing
+from lit_efficient.files.atomic_file import remove_stale, remove_whole, replacing
 from lit_efficient.files.background import finish_writing
 from lit_efficient.files.checkpoints import load_verified
 from lit_efficient.files.events import open_events, write_event
@@ -119,8 +119,8 @@ def _newest_run(word: str | None, root: Path) -> Path | None:
     return real(max(runs)) if runs else None
 
 
-def with_its_name(checkpoint: str) -> str:
-    """Rename the last checkpoint of a run that was killed before it could do so.
+def finish_killed_run(checkpoint: str) -> str:
+    """Do what a run that was killed after its last step had left to do: name its checkpoint, remove hidden files.
 
     Args:
         checkpoint: Path of a checkpoint from which no step is left.
@@ -130,13 +130,15 @@ def with_its_name(checkpoint: str) -> str:
     """
     written = Path(checkpoint)
     main = rank_zero_only.rank == 0  # type: ignore[attr-defined]  # of a function
-    if not main or written.name != END or read_record(written.parent) is None:
+    if not main or read_record(written.parent) is None:
         return checkpoint
     held = hold(written.parent)
     if held is None:
         return checkpoint
-    last = written.with_name(LAST)
-    _rename(written, last)
+    remove_stale(written.parent)
+    last = written.with_name(LAST) if written.name == END else written
+    if last != written:
+        _rename(written, last)
     if held >= 0:
         os.close(held)
     return str(last)

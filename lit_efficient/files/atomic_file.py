@@ -79,7 +79,7 @@ def write_folder(target: Path, write: Callable[[Path], object], sums: bool = Tru
 def begin_folder(target: Path) -> Path:
     """Create a hidden folder beside ``target`` that several processes fill; :func:`end_folder` renames it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target.parent)
+    remove_stale(target.parent)
     temporary = temporary_beside(target)
     temporary.mkdir()
     in_use.add(temporary)
@@ -119,7 +119,7 @@ def replace_link(link: Path, name: str) -> None:
     Raises:
         OSError: If links are not supported or not permitted.
     """
-    _remove_stale(link.parent)
+    remove_stale(link.parent)
     with hidden_beside(link) as temporary:
         os.symlink(name, temporary, target_is_directory=True)
         os.replace(temporary, link)
@@ -127,7 +127,7 @@ def replace_link(link: Path, name: str) -> None:
 
 def remove_whole(target: Path) -> None:
     """Remove a file or folder, if it exists; no process ever sees a part of the folder under its name."""
-    _remove_stale(target.parent)
+    remove_stale(target.parent)
     if not target.is_dir() or target.is_symlink():
         target.unlink(missing_ok=True)
         return
@@ -148,7 +148,7 @@ def _new_beside(target: Path) -> Iterator[Path]:
     only as text, ``... (os error 28)``, which becomes an ``OSError``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target.parent)
+    remove_stale(target.parent)
     try:
         with hidden_beside(target) as hidden:
             yield hidden
@@ -164,7 +164,8 @@ def _new_beside(target: Path) -> Iterator[Path]:
         raise OSError(number, os.strerror(number), str(target)) from error
 
 
-def _remove_stale(folder: Path) -> None:
+def remove_stale(folder: Path) -> None:
+    """Remove hidden files and folders of processes that are gone."""
     for entry in folder.glob(f".*{SUFFIX}"):
         if not is_stale(entry):
             continue

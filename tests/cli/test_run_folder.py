@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lit_efficient.cli.run_folder import candidates, checkpoints
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.files.hidden_names import temporary_beside
 from lit_efficient.files.runs import hold, new_folder, point_latest
 from tests import processes
 from tests.cli.toy_runs import fit, refused
@@ -318,9 +319,12 @@ def test_a_run_that_is_killed_after_its_last_step_has_its_checkpoint_and_nothing
     whole = last()
     log = Path("log").resolve()
     assert processes.run(_killed, "replace", "end.ckpt", arguments, log=log) == -signal.SIGKILL, log.read_text()
+    half_removed = temporary_beside(runs()[-1] / "last.ckpt")  # with the number of this process, which does not use it
+    half_removed.mkdir()
     assert fit(*arguments, "--ckpt_path=last") == 6
     assert f"{runs()[-1]}/last.ckpt is at epoch" in capsys.readouterr().err
     assert not (runs()[-1] / "end.ckpt").exists()
+    assert not half_removed.exists()
     for key in ("state_dict", "optimizer_states", "loops"):
         assert_equal(last()[key], whole[key])
 
