@@ -310,15 +310,17 @@ class _Answer:
             lambda: length_lever(self.fit, self.predictions, plan),
             normalises=any(isinstance(module, BatchNorm) for module in self.source.last.module.modules()),
         )
-        for advice in adviser.all():
-            self.data["advice"].append(_advice(advice))
-            self._tell(_advice_lines(advice, self.limit, self.width))
-        if not self.data["advice"]:
-            self._tell_smallest()
-        lines = []
-        for name, reason in adviser.skipped.items():
-            lines += wrapped(f"  {name}: {reason}", self.width, "    ")
-        self._tell(["not used:", *lines] if lines else [], skipped=adviser.skipped)
+        try:
+            for advice in adviser.all():
+                self.data["advice"].append(_advice(advice))
+                self._tell(_advice_lines(advice, self.limit, self.width))
+            if not self.data["advice"]:
+                self._tell_smallest()
+        finally:  # also if the search ends after its time
+            lines = []
+            for name, reason in adviser.skipped.items():
+                lines += wrapped(f"  {name}: {reason}", self.width, "    ")
+            self._tell(["not used:", *lines] if lines else [], skipped=adviser.skipped)
 
     def _tell_smallest(self) -> None:
         """Print the smallest plan of the search."""
@@ -386,6 +388,8 @@ class _Answer:
         from lit_efficient.evidence.fits import AS_IT_IS
         from lit_efficient.evidence.planning.plan_search import Refusal
 
+        if not self.options.quiet:
+            _to_stderr("tracing a step of the fit as it is")
         plan = self.predictions(AS_IT_IS)
         if isinstance(plan, Refusal):
             raise ConfigurationError(plan.reason)
@@ -453,9 +457,15 @@ def _lines(plan: "Plan", answer: _Answer) -> list[str]:
     lines.append(
         f"model     {type(answer.fit.module).__name__}, {plan.parameters:,} parameters, {plan.trainable:,} trainable"
     )
-    lines.append(f"step      batch of {plan.batch:,}, {plan.amount:,} {plan.unit}, {short_number(plan.flops)}FLOP")
+    batches = f"{plan.accumulated:,} batches of {plan.batch:,}"
+    if plan.accumulated == 1:
+        batches = f"batch of {plan.batch:,}"
+    lines.append(f"step      {batches}, {plan.amount:,} {plan.unit}, {short_number(plan.flops)}FLOP")
     if plan.techniques:
-        lines.append("techniques, in the order in which they act:")
+        heading = "techniques, in the order in which they act"
+        if plan.reported:
+            heading += f", with reports of {plan.reported}"
+        lines += wrapped(f"{heading}:", width)
         for name, text in plan.techniques:
             lines += wrapped(f"  {name}: {text}", width, "    ")
     else:

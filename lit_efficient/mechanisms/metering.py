@@ -133,8 +133,8 @@ def peak_memory(device: torch.device) -> int | None:
 
 def short_number(value: float) -> str:
     """Return a number with three digits and a unit: 950, 1.23k, 45.6M."""
-    for unit in ("", "k", "M", "G"):
+    for unit in ("", "k", "M", "G", "T"):
         if value < 999.5:
             return f"{value:.3g}{unit}"
         value /= 1000
-    return f"{value:.3g}T"
+    return f"{value:.3g}P"

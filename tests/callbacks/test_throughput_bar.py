@@ -183,7 +183,8 @@ def test_counting_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.5, "0.5"), (950.4, "950"), (999.7, "1k"), (12345.0, "12.3k"), (4.56e7, "45.6M")]
+    ("value", "text"),
+    [(0.5, "0.5"), (950.4, "950"), (999.7, "1k"), (12345.0, "12.3k"), (4.56e7, "45.6M"), (1.55e15, "1.55P")],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert short_number(value) == text

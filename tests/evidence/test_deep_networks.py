@@ -94,6 +94,7 @@ def test_what_each_block_adds_is_counted_as_often_as_it_is_there(shape, techniqu
     whole = planned(shape, *(kind() for kind in techniques), **options)
     assert "were traced" in " ".join(few.notes)
     assert "were traced" not in " ".join(whole.notes)
+    assert (few.reported, whole.reported) == ("3 of the 6 blocks", "")
     assert few.peak == pytest.approx(whole.peak, rel=0.01)
     assert sum(few.kinds.values()) == few.peak
     assert few.resident == whole.resident

@@ -52,7 +52,7 @@ def deepened(few: Traced, more: Traced, blocks: int) -> Traced | None:
     memory = StepMemory(top.bytes, top.kinds, kinds(a.resident, b.resident), line(a.host, b.host), tuple(tops))
     note = (
         f"Networks of {FEW} and {MORE} of the {blocks} equal blocks were traced, and the difference for each block was "
-        f"extrapolated. The reports of techniques are those for {MORE} blocks."
+        "extrapolated."
     )
     return replace(
         more,
@@ -61,6 +61,7 @@ def deepened(few: Traced, more: Traced, blocks: int) -> Traced | None:
         parameters=line(few.parameters, more.parameters),
         trainable=line(few.trainable, more.trainable),
         notes=[*more.notes, note],
+        reported=f"{MORE} of the {blocks} blocks",
     )
 
 

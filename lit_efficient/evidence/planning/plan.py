@@ -46,6 +46,8 @@ class Plan:
         notes: Assumptions, and what the plan does not cover.
         at_most: Reason why a real step may need less; empty if it needs as much.
         at_least: Reason why a real step may need more; empty if it needs no more.
+        accumulated: Batches in an optimizer step.
+        reported: Part of the network that the reports of ``techniques`` describe; empty if they describe all of it.
     """
 
     peak: int
@@ -63,6 +65,8 @@ class Plan:
     notes: tuple[str, ...]
     at_most: str = ""
     at_least: str = ""
+    accumulated: int = 1
+    reported: str = ""
 
 
 def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = None) -> Plan:
@@ -157,4 +161,6 @@ def plan(source: FitSource, change: Change = AS_IT_IS, *, device: str | None = N
         notes=(*notes, *traced.notes),
         at_most=traced.at_most,
         at_least=traced.at_least,
+        accumulated=accumulated,
+        reported=traced.reported,
     )

@@ -72,6 +72,7 @@ class Traced:
     notes: list[str] = field(default_factory=list)  # assumptions
     at_most: str = ""  # reason why a real step may need less; empty if it needs as much
     at_least: str = ""  # reason why it may need more
+    reported: str = ""  # part of the network that the reports of techniques describe; empty if they describe all of it
 
 
 def trace(
