@@ -24,17 +24,19 @@ STEPS = 3
 _COMMAND = "python -m lit_efficient fit "  # of a header: those of several machines have none
 # What needs files from the network, or steps that are long even when they are few.
 LEFT_OUT = {"diffusion/imagenet_int8", "diffusion/photos_all", "diffusion/photos_autoencoder", "diffusion/digits_all"}
-LEFT_OUT |= {"diffusion/images_autoencoder", "llm/llama_3_1_8b_qlora", "llm/distillation", "llm/dpo"}
-LEFT_OUT |= {"llm/full_finetune", "llm/lora", "llm/dora", "llm/qlora"}  # they start from an export of llm/pretrain
+LEFT_OUT |= {"diffusion/images_autoencoder"}
 LEFT_OUT |= {"loggers/tensorboard", "loggers/wandb"}  # rows are compared as CSV here; see resume-loggers
 # What needs a GPU, several processes, DeepSpeed, a teacher from the network, or a config of the reader's own.
 LEFT_OUT |= {f"techniques/{name}" for name in ("activation_offload", "block_swap", "offload_optimizer", "empty_cache")}
 LEFT_OUT |= {f"techniques/{name}" for name in ("float8_precision", "latent_alignment", "hidden_alignment")}
 LEFT_OUT |= {f"techniques/{name}" for name in ("fast_matmul", "exact_resume", "feature_matching")}
 LEFT_OUT |= {f"techniques/{name}" for name in ("no_bias_before_norm", "replace_head")}
-LEFT_OUT |= {f"scale/{path.stem}" for path in (CONFIGS / "scale").glob("zero_*.yaml")} | {"scale/long_rows"}
+LEFT_OUT |= {f"scale/{path.stem}" for path in (CONFIGS / "scale").glob("zero_*.yaml")}
+LEFT_OUT |= {"scale/long_rows", "scale/long_context"}
 LEFT_OUT |= {"scale/expert_parallel", "techniques/experts_backend", "techniques/loss_free_balancing"}  # need experts
 LEFT_OUT |= {"techniques/neftune", "techniques/prompt_tuning"}  # beside llm/lora, as above
+# What starts from an export of llm/pretrain, or from a model of a hub.
+_NEEDS = re.compile(r"^[^#\n]*runs/llm/base|llm/recipe|^\s+(name_or_path|path|student|teacher): [\w-]+/", re.MULTILINE)
 SMALL = {"token_routing": "before=0", "apollo": "rank=2", "galore": "rank=2", "low_bit_optimizer": "min_size=64"}
 
 SIZES = {
@@ -60,7 +62,8 @@ FEW = FEW.strip()
 
 def _configs() -> list[str]:
     found = {str(path.relative_to(CONFIGS).with_suffix("")): path for path in sorted(CONFIGS.rglob("*.yaml"))}
-    return [n for n, path in found.items() if n not in LEFT_OUT and _COMMAND in path.read_text("utf-8")]
+    texts = {name: path.read_text("utf-8") for name, path in found.items() if name not in LEFT_OUT}
+    return [name for name, text in texts.items() if _COMMAND in text and not _NEEDS.search(text)]
 
 
 def words(name: str) -> list[str]:

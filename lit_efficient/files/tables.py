@@ -49,7 +49,10 @@ def map_table(
         if layout == "webdataset":
             for path in files:
                 _check_members(path)
-        builder = datasets.load_dataset_builder(layout, data_files={"train": names}, cache_dir=str(root / "datasets"))
+        with _without_report():
+            builder = datasets.load_dataset_builder(
+                layout, data_files={"train": names}, cache_dir=str(root / "datasets")
+            )
         folder = Path(builder.cache_dir)
         if folder not in _checked:  # before the copy is mapped: reading a damaged one may end the process
             check_sums(folder)
@@ -66,6 +69,19 @@ def map_table(
             f"{owner}: {files[0]}, or another of the {len(files)} files, cannot be read as {layout}: "
             f"{error.__cause__ or error}. If the files are whole, delete their copy in {root / 'datasets'}."
         ) from error
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Context in which ``datasets`` does not report to a server that it reads files, which are local ones here."""
+    import datasets
+
+    reports = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    try:
+        yield
+    finally:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = reports
 
 
 @contextmanager

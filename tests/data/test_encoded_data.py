@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import tarfile
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -180,6 +181,16 @@ def test_tables_are_mapped_and_copied_once(tmp_path, shared_cache, writer, monke
         os.utime(path, (1e9, 1e9))
     with pytest.raises(ConfigurationError, match="copied again"):
         open_encoded(tmp_path)
+
+
+def test_reading_local_tables_connects_to_no_server(tmp_path, monkeypatch):
+    """The package datasets reports each table that it reads to Hugging Face, local ones too."""
+    parquet(tmp_path)
+    connections = []
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.load.get_session", lambda: connections.append("a session") or Mock())
+    assert len(open_encoded(tmp_path)) == ROWS
+    assert connections == []
 
 
 def test_tables_say_what_to_install(tmp_path, monkeypatch):
