@@ -142,8 +142,7 @@ class LoRA(AdapterTechnique):
             and are trained on again later. The positions that ``attention_mask`` leaves out do not count.
         start_from: Folder of an adapter, saved by peft or by ``export --format peft``, from which training starts; or
             file or folder of a LoRA of diffusers, kohya's scripts, ComfyUI, ai-toolkit or LyCORIS for a network of
-            diffusers, whose layers may have several ranks (training then has the largest). Adapters of stacked
-            experts (peft's ``target_parameters``) cannot be read. rank, alpha, targets,
+            diffusers, whose layers may have several ranks (training then has the largest). rank, alpha, targets,
             dropout, variant, patterns, bias, modules_to_save and trainable_token_indices are read from it. If one of
             them is also given, it must be the same.
 

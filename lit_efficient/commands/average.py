@@ -187,7 +187,7 @@ def _check_adapters(
 ) -> None:
     """Raise ConfigurationError if files do not hold plain LoRA adapters of one base with the same settings."""
     for path, checkpoint, state in zip(paths, checkpoints, states):
-        other = [name for name in state if name.rpartition(".")[2] not in ("lora_A", "lora_B")]
+        other = [name for name in state if not _is_factor(name, state)]
         if other or not state:
             raise ConfigurationError(
                 f"average: {path} has {(other or ['nothing'])[0]!r}, which is no plain LoRA adapter. Whole models need "
@@ -196,6 +196,13 @@ def _check_adapters(
         _check_alike(path, paths[0], _settings(checkpoint), _settings(checkpoints[0]))
         if different := states[0].keys() ^ state.keys():
             raise ConfigurationError(f"{path} and {paths[0]} differ in {len(different)} names: {min(different)!r}")
+
+
+def _is_factor(name: str, state: Mapping[str, Tensor]) -> bool:
+    """Return whether a tensor is a factor of the trained adapter of a layer, or of stacked experts."""
+    layer, _, last = name.rpartition(".")
+    stacked = last.startswith(("lora_A_", "lora_B_")) and f"{layer}.lora_A" not in state  # else a frozen adapter
+    return stacked or last in ("lora_A", "lora_B")
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[object, object]:

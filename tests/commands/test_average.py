@@ -379,3 +379,15 @@ def test_adapters_of_another_base_or_scale_are_neither_merged_nor_averaged(tmp_p
     run_.save_checkpoint(tmp_path / "other.ckpt")
     with pytest.raises(ConfigurationError, match="have different settings of the adapters"):
         average_files([tmp_path / "scale.ckpt", tmp_path / "other.ckpt"])
+
+
+def test_adapters_of_stacked_experts_are_merged(tmp_path: Path) -> None:
+    values = torch.randn(2, 3, 2, 4, generator=torch.Generator().manual_seed(0))
+    files = [
+        write(tmp_path / f"{i}.ckpt", **{"experts.lora_A_up": v, "experts.lora_B_up": v}) for i, v in enumerate(values)
+    ]
+    merged = merge_files(files, "task_arithmetic", weights=[4, 1])["state_dict"]
+    torch.testing.assert_close(merged["experts.lora_A_up"], 2 * values[0] + values[1])
+    beside = [write(tmp_path / f"{i}.ckpt", **{"q.lora_A": v, "q.lora_A_other": v}) for i, v in enumerate(values)]
+    with pytest.raises(ConfigurationError, match=r"has 'q.lora_A_other', which is no plain LoRA adapter"):
+        merge_files(beside, "ties")

@@ -2,13 +2,14 @@
 
     adapter_config.json + adapter_model.safetensors  ->  rank, alpha, targets, ...  ->  lora_A, lora_B, modules_to_save
 
-The adapted layers are those with tensors in the file. Options that LoRA does not support raise an error.
+The adapted layers are those with tensors in the file. Options that LoRA does not support raise an error. peft nests the
+adapters of a module's stacked parameters in the order of the module, and stores A as [E r, in] and B as [out, r E].
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from lit_efficient.mechanisms.adapters.quantized import is_conv1d
 from lit_efficient.mechanisms.adapters.trained_rows import ROWS, TrainedRows
 from lit_efficient.surgery import unmixed
 
+_OUTER = "base_model.model."
 _OURS = {  # ends of peft's tensor names, and the corresponding names of this package
     ".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B",
     ".lora_embedding_A": "lora_A", ".lora_embedding_B": "lora_B",
@@ -35,6 +37,7 @@ _OURS = {  # ends of peft's tensor names, and the corresponding names of this pa
     ".lora_magnitude_vector": "lora_magnitude", ".lora_magnitude_vector.weight": "lora_magnitude",
 }  # fmt: skip
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that do not change the base
+_NESTED = re.compile(r"(.+?)((?:\.base_layer)*)\.lora_([AB])\.weight")
 _UNSUPPORTED = ("use_qalora", "arrow_config", "layer_replication")
 
 
@@ -65,7 +68,8 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ConfigurationError(
             f"LoRA: start_from={folder} has peft_type {config.get('peft_type')}, not LORA. Use PeftAdapter for others"
         )
-    tensors = dict(_named(name, tensor) for name, tensor in found.items())
+    stacks = _stacks(config, found)
+    tensors = dict(_named(name, tensor, stacks) for name, tensor in found.items())
     layers = sorted(name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A"))
     ranks = {name: tensors[f"{name}.lora_A"].shape[0] for name in layers}
     other = [f"{key}={config[key]!r}" for key in _UNSUPPORTED if config.get(key)]
@@ -80,6 +84,10 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if config.get("rank_pattern") or config.get("alpha_pattern"):
             alpha = by_pattern(config, "alpha_pattern", name, config["lora_alpha"])
             patterns[re.escape(name)] = {"rank": rank, "alpha": alpha}
+    stacked = [f"{name}.{key}" for name, keys in stacks.items() for key in keys]
+    for key, usual in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        own = [name for name in stacked if by_pattern(config, key, name, config[usual]) != config[usual]]
+        other += [f"another {usual} for the stacked weights {name!r}" for name in own]
     if other:
         raise ConfigurationError(
             f"LoRA: start_from={folder} has {other[0]}, which LoRA does not support. Merge the adapter into its base"
@@ -100,7 +108,7 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {
         "rank": config["r"],
         "alpha": config["lora_alpha"],
-        "targets": [re.escape(name) for name in layers],
+        "targets": [re.escape(name) for name in (*layers, *stacked)],
         "dropout": config.get("lora_dropout", 0.0),
         "variant": variant,
         "patterns": patterns or None,
@@ -109,6 +117,23 @@ def read_adapter(folder: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "modules_to_save": [re.escape(name) for name in sorted(whole)] or None,
         "trainable_token_indices": _row_ids(config.get("trainable_token_indices"), folder),
     }, tensors
+
+
+def _stacks(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Return the names of the stacked parameters with adapters in a file of peft, by the name of their module.
+
+    peft also adapts the weights of single layers as parameters. Their factors have r rows instead of r for each expert.
+    """
+    targets = [target.rpartition(".") for target in config.get("target_parameters") or ()]
+    stacks: dict[str, list[str]] = {}
+    for name, tensor in found.items():
+        match = _NESTED.fullmatch(name.removeprefix(_OUTER))
+        if match is None or match[3] != "A" or len(tensor) == by_pattern(config, "rank_pattern", match[1], config["r"]):
+            continue
+        keys = [key for owner, _, key in targets if f".{match[1]}".endswith(f".{owner}" if owner else "")]
+        if keys:
+            stacks[match[1]] = keys
+    return stacks
 
 
 def by_pattern(config: Mapping[str, Any], key: str, name: str, default: float) -> float:
@@ -155,9 +180,19 @@ def _row_ids(given: list[int] | dict[str, list[int]] | None, folder: str) -> lis
     return lists[0]
 
 
-def _named(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """Return this package's name and shape of a tensor of peft."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+def _named(name: str, tensor: Tensor, stacks: Mapping[str, Sequence[str]]) -> tuple[str, Tensor]:
+    """Return this package's name and shape of a tensor of peft.
+
+    The factors of stacked weights keep their shape. If a module has several, their depth stands for the name of the
+    parameter, because only the module knows the order.
+    """
+    name = name.removeprefix(_OUTER)
+    nested = _NESTED.fullmatch(name)
+    if nested is not None and nested[1] in stacks:
+        keys = stacks[nested[1]]
+        last = keys[0] if len(keys) == 1 else nested[2].count(".")
+        return f"{nested[1]}.lora_{nested[3]}_{last}", tensor
+    name = name.replace(".base_layer.", ".")
     end = next((end for end in _OURS if name.endswith(end)), None)
     if end is None:
         return name, tensor
@@ -179,6 +214,7 @@ def start_adapters(module: nn.Module, tensors: Mapping[str, Tensor], trained: li
         ConfigurationError: If a tensor has no place or another shape, if an adapter would get no values, or if the
             value of a frozen parameter would change.
     """
+    tensors = _by_expert(module, tensors)
     own = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
     first = next(iter(tensors))
     prefix = min((name.removesuffix(first) for name in own if f".{name}".endswith(f".{first}")), key=len, default="")
@@ -208,6 +244,36 @@ def start_adapters(module: nn.Module, tensors: Mapping[str, Tensor], trained: li
                 f"LoRA: start_from={folder} has two values of {name!r}, which is a tied parameter in this module. "
                 "Untie the layers, or train a new adapter"
             )
+
+
+def _by_expert(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors among which those of stacked weights have the names and shapes of the module's parameters."""
+    parts = {f".{name}": part for name, part in module.named_modules() if isinstance(part, LowRankExperts)}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, last = name.rpartition(".")
+        part = next((part for at, part in parts.items() if at.endswith(f".{layer}")), None)
+        if part is None or not last.startswith(("lora_A_", "lora_B_")):
+            found[name] = tensor
+            continue
+        factor = last[:6]
+        key = last[7:]
+        if key.isdigit():  # the depth: peft wraps the first parameter first, so it is the innermost
+            key = dict(enumerate(reversed(part.lora_names))).get(int(key), key)
+        own = f"{factor}_{key}"
+        found[f"{layer}.{own}"] = _stacked_factor(tensor, getattr(part, own, tensor), factor)
+    return found
+
+
+def _stacked_factor(tensor: Tensor, place: Tensor, factor: str) -> Tensor:
+    """Return a factor of peft in the shape of ``place``, or unchanged if it does not fit."""
+    if factor == "lora_A" and tensor.shape == place.flatten(0, 1).shape:
+        return tensor.view(place.shape)
+    if factor == "lora_B" and place.ndim == 3:
+        by_rank = place.permute(1, 2, 0)  # [out, r, E]
+        if tensor.shape == by_rank.flatten(1).shape:
+            return tensor.view(by_rank.shape).permute(2, 0, 1)
+    return tensor
 
 
 def placement(module: nn.Module) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lit_efficient.errors import ConfigurationError, refusal
 from lit_efficient.mechanisms.adapters.disabled import Switchable, disabled
 from lit_efficient.mechanisms.adapters.low_rank import OWN, LowRank, scale_of, settings_of
 from lit_efficient.mechanisms.adapters.peft_folder import adapter_in, read_adapter
+from lit_efficient.mechanisms.adapters.targets import find_experts
 from lit_efficient.surgery import match_modules
 
 FIELDS = ("rank", "alpha", "variant", "targets", "patterns")  # settings of a frozen adapter
@@ -60,6 +61,12 @@ def rest_beside(module: nn.Module, name: str, fields: Mapping[str, Any], tensors
         ConfigurationError: If a layer has no adapter of variant lora or rslora, or a tensor has another shape.
     """
     own = {at: part for at, part in module.named_modules() if isinstance(part, LowRank)}
+    stacks = find_experts(module, fields["targets"], who=f"LoRA: the adapter {name!r}")
+    if stacks:
+        raise ConfigurationError(
+            f"LoRA: the adapter {name!r} adapts stacked experts ({stacks[0][0]!r}), which can have one adapter. Train "
+            "on with start_from, or merge it into the base"
+        )
     found = match_modules(module, fields["targets"], who=f"LoRA: the adapter {name!r}")
     for at, layer in found:
         rank, alpha = settings_of(at, fields["rank"], fields["alpha"], fields.get("patterns"))

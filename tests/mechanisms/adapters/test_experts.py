@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -16,7 +18,12 @@ from torch import nn
 from lit_efficient import ConfigurationError, LoRA, MuonAdamW, QuantizeBase, merge_adapters
 from lit_efficient.application import apply
 from lit_efficient.mechanisms.adapters.disabled import disabled
+from lit_efficient.mechanisms.adapters.merge import dequantize_layers
+from lit_efficient.mechanisms.adapters.peft_folder import placement
+from lit_efficient.mechanisms.adapters.peft_format import to_peft
+from lit_efficient.mechanisms.adapters.peft_saved import write_peft_folder
 from lit_efficient.optimizers.muon_adamw import muon_groups
+from tests.support import assert_equal, weights
 
 IDS = torch.arange(10)[None] % 7
 SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -56,11 +63,14 @@ def randomize(net: nn.Module) -> None:
             p.data.copy_(torch.randn(p.shape, generator=generator) * 0.1)
 
 
-def test_experts_compute_what_pefts_do_and_merge_into_their_weights(model: tuple[nn.Module, str]) -> None:
+def test_experts_compute_what_pefts_do_and_merge_into_their_weights(
+    model: tuple[nn.Module, str], tmp_path: Path
+) -> None:
     base, experts = copy.deepcopy(model[0]), model[1]
     net, ids = copy.deepcopy(base), IDS
     plain = net(ids).logits
-    report = apply(net, [LoRA(rank=2, targets=[r"experts\.gate_up_proj", r"experts\.down_proj"])])["LoRA"]
+    trained = LoRA(rank=2, targets=[r"experts\.gate_up_proj", r"experts\.down_proj"])
+    report = apply(net, [trained])["LoRA"]
     assert report.modules == (experts,)
     assert torch.equal(net(ids).logits, plain)
     randomize(net)
@@ -85,6 +95,13 @@ def test_experts_compute_what_pefts_do_and_merge_into_their_weights(model: tuple
     assert torch.equal(again(ids).logits, outputs)
     assert not torch.allclose(outputs, plain, atol=1e-4)
     torch.testing.assert_close(outputs, theirs(ids).logits, rtol=1e-5, atol=1e-6)
+    theirs.save_pretrained(tmp_path / "theirs")
+    write_peft_folder(tmp_path / "ours", *to_peft(net.state_dict(), placement(net), trained.arguments()))
+    for folder in ("ours", "theirs"):
+        started = nn.ModuleDict({"network": copy.deepcopy(model[0])})
+        apply(started, [LoRA(start_from=str(tmp_path / folder))])
+        assert torch.equal(started["network"](ids).logits, outputs)
+        assert_equal(weights(started["network"]), weights(net))
     outputs.square().sum().backward()
     theirs(ids).logits.square().sum().backward()
     for part in peft_layers:
@@ -95,6 +112,35 @@ def test_experts_compute_what_pefts_do_and_merge_into_their_weights(model: tuple
     merged = merge_adapters(net)
     torch.testing.assert_close(merged(ids).logits, outputs, rtol=1e-5, atol=1e-6)
     assert list(merged.state_dict()) == list(model[0].state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft
+def test_an_adapter_of_one_stack_and_of_layers_starts_another(tmp_path: Path) -> None:
+    """A linear layer is adapted as a parameter, too, as our exports do where peft would mistake it for an expert."""
+    base = MODELS["Mixtral"][0]().eval()
+    given: dict[str, Any] = {"r": 2, "lora_alpha": 5, "use_rslora": True, "target_modules": ["q_proj"]}
+    given["target_parameters"] = ["mlp.experts.down_proj", "o_proj.weight"]
+    theirs: Any = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**given))
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    net = copy.deepcopy(base)
+    apply(net, [QuantizeBase(experts=True)])
+    dense = peft.PeftModel.from_pretrained(dequantize_layers(copy.deepcopy(net)), tmp_path).eval()
+    apply(net, [technique := LoRA(start_from=str(tmp_path))])
+    assert technique.variant == "rslora"
+    torch.testing.assert_close(net(IDS).logits, dense(IDS).logits, rtol=1e-5, atol=1e-6)
+    for change, message in (
+        ({"alpha_pattern": {"down_proj": 3}}, r"another lora_alpha for the stacked weights 'model.*experts.down_proj'"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "does not fit MixtralForCausalLM: 2 tensors are missing or"),
+    ):
+        file = tmp_path / "adapter_config.json"
+        file.write_text(
+            json.dumps({**json.loads(file.read_text()), "target_parameters": ["experts.down_proj"], **change})
+        )
+        with pytest.raises(ConfigurationError, match=message):
+            apply(copy.deepcopy(base), [LoRA(start_from=str(tmp_path))])
+    with pytest.raises(ConfigurationError, match=r"the adapter 'second' adapts stacked experts \('model"):
+        apply(copy.deepcopy(base), [LoRA(beside={"second": str(tmp_path)})])
 
 
 @pytest.mark.turns(3)

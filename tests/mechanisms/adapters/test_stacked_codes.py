@@ -316,11 +316,13 @@ def test_a_folder_is_trained_resumed_exported_and_loaded(
     ours = quantized("Qwen3Moe", vocab_size=len(words), max_position_embeddings=32)
     dense: Any = AutoModelForCausalLM.from_pretrained("base")
     dense.load_state_dict(dequantize_layers(copy.deepcopy(ours)).state_dict())
+    apply(started := copy.deepcopy(ours), [LoRA(start_from="peft")])
     apply(ours, [LoRA(rank=2, targets="all-linear+experts")])
     adapters = {name.removeprefix("network."): tensor for name, tensor in state.items() if "lora_" in name}
     ours.load_state_dict(adapters)
     with torch.no_grad():
         wanted = ours.eval()(IDS).logits
+        assert torch.equal(started.eval()(IDS).logits, wanted)
         torch.testing.assert_close(merged.eval()(IDS).logits, wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(
             PeftModel.from_pretrained(dense, "peft").eval()(IDS).logits, wanted, rtol=1e-4, atol=1e-5
