@@ -143,24 +143,27 @@ def local_copy(strategy: "ParallelStrategy", path: str | os.PathLike[str]) -> It
         await_ranks()  # the copy is removed when all processes have read it
 
 
-def staged(checkpoint: Checkpoint, group: Any) -> Callable[[Path], None]:
-    """Copy a checkpoint into host memory and return a function that writes the copy's shards into a folder.
+def staged(checkpoint: Checkpoint, group: Any, copy: bool = True) -> Callable[[Path], None]:
+    """Return a function that writes the shards of this process into a folder, which may be its own.
 
     Args:
         checkpoint: The checkpoint. Its weights and optimizer states are taken out.
         group: Process group for the messages of the thread that writes.
+        copy: Copy the state into host memory first, so that training can go on.
     """
     from torch.distributed.checkpoint import save
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     state = {"state_dict": checkpoint.pop("state_dict")}
     state |= {f"optimizer_{i}": one for i, one in enumerate(checkpoint.pop("optimizer_states", []))}
-    options = StagingOptions(False, False, False, False)  # neither pinned nor shared memory, and no second thread
-    copied: Any = DefaultStager(options).stage(state)
+    if copy:
+        options = StagingOptions(False, False, False, False)  # neither pinned nor shared memory, and no second thread
+        stager: Any = DefaultStager(options)
+        state = stager.stage(state)
     rest = serialised(checkpoint)
 
     def write(folder: Path) -> None:
-        save(copied, checkpoint_id=folder, process_group=group)
+        save(state, checkpoint_id=folder, process_group=group)
         if distributed.get_rank() == 0:
             (folder / "meta.pt").write_bytes(rest.getvalue())
 

@@ -57,6 +57,7 @@ from lit_efficient.distributed.units import (
 from lit_efficient.distributed.weight_slices import fill_waiting
 from lit_efficient.errors import CheckpointError, ChecksTypes, ConfigurationError, ConflictError, check_number, refusal
 from lit_efficient.files.checkpoints import Checkpoint, load_verified
+from lit_efficient.files.remote import is_remote
 from lit_efficient.internals.lightning_loops import BEFORE_TRANSFER
 from lit_efficient.internals.lightning_sharding import ShardingBase, configure_model
 from lit_efficient.internals.lightning_trainer import trainer_of
@@ -421,6 +422,10 @@ class ShardedStrategy(ChecksTypes, ShardingBase):
             if name in checkpoint["state_dict"] and firsts.setdefault(id(p), name) != name:
                 checkpoint[TIED][name] = firsts[id(p)]
         jobs = getattr(self.checkpoint_io, "jobs", None)
+        if jobs is None and is_remote(filepath):
+            # Lightning writes the shards of all processes into a folder of process 0, which may run elsewhere.
+            write_shards(self, filepath, staged(checkpoint, None, copy=False))
+            return
         if jobs is None:
             write_shards(self, filepath, lambda folder: save(checkpoint, folder))
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_efficient import AsyncCheckpoint, ExactResume, SafeCheckpointIO, ShardedStrategy
+from lit_efficient.distributed import shards
 from lit_efficient.distributed.shards import read_checkpoint
 from lit_efficient.errors import CheckpointError
 from lit_efficient.files import remote
@@ -88,6 +91,35 @@ def save_shards() -> None:
     memory.pipe("/runs/one/a.ckpt", b'{"folder": "../../secrets"}')
     with pytest.raises(CheckpointError, match="names a folder that is not its own"):
         load_verified(f"{HOME}/a.ckpt")
+
+
+def save_from_two_machines() -> None:
+    """In two processes whose temporary folders differ, as on two machines."""
+    rank = os.environ["RANK"]
+    os.makedirs(rank, exist_ok=True)
+    tempfile.tempdir = os.path.abspath(rank)
+    files: list[set[str]] = []
+
+    def watched(local: Path, url: str) -> None:
+        files.append({path.name for path in local.iterdir()})
+        upload(local, url)
+
+    upload, shards.upload_files = shards.upload_files, watched
+    url = f"local://{os.getcwd()}/there"
+    fitted([], url, strategy=ShardedStrategy(blocks=[r"net\.0"]), devices=2, max_epochs=1)
+    shards.upload_files = upload
+    own = {f"__{rank}_0.distcp"}
+    assert all(found == (own if rank == "1" else own | {".metadata", "meta.pt", "SHA256SUMS"}) for found in files), (
+        files
+    )
+    assert files
+    for path in filter(Path.is_file, Path("there").glob("*.ckpt")):
+        assert "state_dict" in read_checkpoint(f"{url}/{path.name}", optimizers=True)
+
+
+@pytest.mark.turns(6, family="ranks")
+def test_each_process_uploads_its_own_shards(tmp_path: Path) -> None:
+    processes.run_ranks(save_from_two_machines, tmp_path)
 
 
 def test_a_name_that_leads_out_of_the_folder_is_refused(memory: MemoryFileSystem) -> None:
