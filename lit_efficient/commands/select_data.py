@@ -3,7 +3,7 @@
 The scores are appended to ``scores.jsonl`` batch by batch, so the same command continues after an interruption. At the
 end the folder holds the rows as tokens (``selected.jsonl``, ``rest.jsonl``, ``val.jsonl``), the tokenizer, and
 ``data.yaml``, an overlay for ``fit`` that gives each kept row the weight 1 and each other row ``--rest_weight``, by the
-mixture of `LanguageData`.
+mixture of `LanguageData`. ``SHA256SUMS`` reveals damaged files.
 """
 
 import argparse
@@ -123,28 +123,41 @@ def resume(output: Path, settings: dict[str, Any]) -> list[float]:
 
     Raises:
         ConfigurationError: If they belong to other settings.
+        CheckpointError: If a file is damaged.
     """
-    from lit_efficient.errors import ConfigurationError
+    from lit_efficient.errors import CheckpointError, ConfigurationError
     from lit_efficient.files.atomic_file import replacing
+    from lit_efficient.files.sums import NAME, check_sums
 
     beside, lines = output / "settings.json", output / "scores.jsonl"
     if not beside.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        lines.write_bytes(b"")
+        (output / NAME).unlink(missing_ok=True)
         with replacing(beside) as file:
             file.write((json.dumps(settings, indent=2) + "\n").encode())
-        lines.write_bytes(b"")
         return []
-    then = json.loads(beside.read_text("utf-8"))
+    for path in (beside, lines):
+        check_sums(path)
+    try:
+        then = dict(json.loads(beside.read_text("utf-8")))
+        content = lines.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        found = [json.loads(line) for line in whole.splitlines()]
+        scores = [float(line["score"]) for line in found]
+        if [line["row"] for line in found] != [*range(len(found))]:
+            raise ValueError("a row is missing in scores.jsonl")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"select-data: {output} is damaged: {error}. Delete it to start again") from error
     for name, value in settings.items():
         if then.get(name) != value:
             raise ConfigurationError(
                 f"select-data: {output} was started with {name} {then.get(name)!r}, and now it is {value!r}. Delete "
                 "the folder to start again, or name another --output"
             )
-    content = lines.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         lines.write_bytes(whole)
-    return [float(json.loads(line)["score"]) for line in whole.splitlines()]
+    return scores
 
 
 def scored(
@@ -192,6 +205,7 @@ def write_selection(
 
     from lit_efficient.data.text.mixture import LanguageMixture
     from lit_efficient.files.atomic_file import replacing
+    from lit_efficient.files.sums import write_sums
 
     count = max(1, round(keep * len(train)))
     best = set(sorted(range(len(train)), key=lambda i: (-scores[i], i))[:count])
@@ -224,6 +238,7 @@ def write_selection(
     with replacing(output / "data.yaml") as file:
         file.write(b"# Overlay: train on the rows that select-data has kept.\n")
         file.write(yaml.safe_dump({"data": {"init_args": own}}, sort_keys=False).encode())
+    write_sums(output)  # fit compares the rows and the tokenizer with them
     return count
 
 

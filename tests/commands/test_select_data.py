@@ -103,6 +103,7 @@ def test_the_reducible_loss_selects_rows_and_the_overlay_trains_on_them(
     assert min(expected[tuple(ids)] for ids in kept) >= max(expected[tuple(ids)] for ids in rest) - 1e-5
     lines = (trained / "rho/scores.jsonl").read_text().splitlines(keepends=True)
     (trained / "rho/scores.jsonl").write_text("".join(lines[:5]) + lines[5][:4])  # killed in its second batch
+    (trained / "rho/SHA256SUMS").unlink()
     assert command(trained, "rho", *words, "--keep", "0.25", "--rest_weight", "0.5") == 0
     assert "for 7 of 12 rows" in capsys.readouterr().err
     assert scores(trained / "rho") == pytest.approx(found, abs=1e-6)
@@ -114,6 +115,17 @@ def test_the_reducible_loss_selects_rows_and_the_overlay_trains_on_them(
     assert main(["preview", "-c", str(trained / "base.yaml"), "-c", str(trained / "rho/data.yaml")]) == 0
     assert command(trained, "rho", *words[:3], str(trained / "lora.ckpt"), *words[4:]) == 2
     assert "was started with ckpt" in capsys.readouterr().err
+    for name in ("selected.jsonl", "scores.jsonl"):
+        file = trained / "rho" / name
+        file.write_text(file.read_text().replace("1", "2", 1))
+    assert main(["preview", "-c", str(trained / "base.yaml"), "-c", str(trained / "rho/data.yaml")]) == 2
+    assert "selected.jsonl is missing, or not what was written" in capsys.readouterr().err
+    assert command(trained, "rho", *words) == 2
+    assert "scores.jsonl is missing, or not what was written" in capsys.readouterr().err
+    (trained / "rho/SHA256SUMS").unlink()
+    (trained / "rho/scores.jsonl").write_text("".join([lines[0], *lines[2:]]))
+    assert command(trained, "rho", *words) == 2
+    assert "is damaged: a row is missing in scores.jsonl. Delete it to start again" in capsys.readouterr().err
 
 
 def test_influence_reads_adams_moments_of_the_adapters(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

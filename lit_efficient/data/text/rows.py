@@ -31,7 +31,7 @@ from lit_efficient.data.text.text_files import EXCLUDE, find_files, read_texts, 
 from lit_efficient.errors import ConfigurationError, listed, refusal
 from lit_efficient.files.cache import digest_of
 from lit_efficient.files.file_hashes import hash_files
-from lit_efficient.files.sums import sha256_of
+from lit_efficient.files.sums import check_sums, sha256_of
 from lit_efficient.internals.hugging_face import fingerprint, load_saved
 
 # Bytes; the hash of a larger file is kept for its size and time.
@@ -259,6 +259,8 @@ def _file(path: Path, name: str) -> Source:
         )
     try:
         large = path.stat().st_size > _LARGE
+        if not large:
+            check_sums(path)
         digest = hash_files(path, [path])[0] if large else sha256_of(path)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error}.") from error
