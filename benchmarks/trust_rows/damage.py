@@ -39,7 +39,7 @@ ZEROS = 200
 COMMANDS = 20
 PAGE = 4096
 MISSING = 12  # cases a set
-SETS = tuple(name for name in KINDS if name not in ("checkpoint", "average", "ema-sweep"))
+SETS = tuple(name for name in KINDS if name not in ("checkpoint", "average", "merge", "scores", "ema-sweep"))
 
 
 def cases(kind: Kind) -> list[str]:

@@ -331,6 +331,38 @@ SWEPT = Kind(
 )
 
 
+def make_merges() -> None:
+    """Write what average makes of two models that were trained from one base: a merge and a greedy soup."""
+    make_checkpoint()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        checkpoint = torch.load("a.ckpt", weights_only=True)
+        weights = checkpoint["state_dict"]
+        floats = {name: weight for name, weight in weights.items() if weight.is_floating_point()}
+        weights.update({name: weight + 0.1 * torch.randn_like(weight) for name, weight in floats.items()})
+        torch.save(checkpoint, f"tuned{seed}.ckpt")
+    tuned = ("average", "tuned1.ckpt", "tuned2.ckpt", "--weights-of", "raw")
+    _command(*tuned, "--method", "ties", "--base", "a.ckpt", "--output", "merged.ckpt")
+    _command(*tuned, "--greedy", "-c", "config.yaml", "--output", "soup.safetensors")
+
+
+MERGES = Kind(
+    "a merge and a greedy soup that average wrote",
+    make_merges,
+    ("merged.ckpt", "soup.safetensors"),
+    {
+        "read": lambda: (_read("merged.ckpt"), _read("soup.safetensors")),
+        "restore": lambda: (_restored("merged.ckpt"), _restored("soup.safetensors")),
+        "generate": lambda: _written("merged.ckpt"),
+    },
+    (
+        Command("average merged.ckpt --output out.ckpt", partial(tensors_below, "out.ckpt")),
+        Command("average soup.safetensors --output out.ckpt", partial(tensors_below, "out.ckpt")),
+        Command("validate -c config.yaml --ckpt_path merged.ckpt", losses),
+    ),
+)
+
+
 # Exports -------------------------------------------------------------------------------------------------------------
 
 
@@ -583,6 +615,65 @@ TOKENIZER = Kind(
             partial(tensors_below, "run/last.ckpt"),
         ),
     ),
+)
+
+
+SELECT = "select-data --method rho --ckpt model.ckpt --reference reference.ckpt --rest_weight 0.25 --output chosen"
+SELECT += " --device cpu -c rows.yaml"
+
+
+def make_selection() -> None:
+    """Train two models on few rows, and let select-data weigh the rows by their losses."""
+    _rows()
+    arguments = {"train": "data.jsonl", "max_length": 64, "val_fraction": 0.2, "batch_size": 2, "cache_dir": "cache"}
+    arguments |= {"pack": False, "chat": {"vocab_size": 300}}
+    shape = {**SMALL, "max_length": 64}
+    config = {
+        "trainer": {"accelerator": "cpu", "max_steps": 1, "logger": False, "default_root_dir": "runs"},
+        "model": {"class_path": "LanguageModeling", "init_args": {"model": shape}},
+        "data": {"class_path": "LanguageData", "init_args": arguments},
+    }
+    Path("rows.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    for steps, name in enumerate(("model", "reference"), start=1):
+        _command("fit", "-c", "rows.yaml", "--trainer.max_steps", str(steps))
+        Path("runs/latest/last.ckpt").resolve().rename(f"{name}.ckpt")
+        shutil.rmtree("runs")
+    _command(*SELECT.split())
+    shutil.copy("chosen/settings.json", "settings.json")
+
+
+def _selected() -> Any:
+    from lit_efficient import LanguageData
+
+    given = yaml.safe_load(Path("rows.yaml").read_text())["data"]["init_args"]
+    own = yaml.safe_load(Path("chosen/data.yaml").read_text())["data"]["init_args"]
+    del given["chat"]
+    data = LanguageData(**{**given, **own})
+    data.prepare_data()
+    data.setup("fit")
+    splits = (data.train_rows, data.val_rows)
+    return [[split[i] for i in range(len(split))] for split in splits], data.tokenizer.to_str()
+
+
+def _scores() -> Any:
+    from lit_efficient.commands.select_data import resume
+
+    return resume(Path("chosen"), json.loads(Path("settings.json").read_text()))
+
+
+SELECTION = Kind(
+    "what select-data wrote",
+    make_selection,
+    ("chosen/selected.jsonl", "chosen/rest.jsonl", "chosen/val.jsonl", "chosen/tokenizer/*"),
+    {"LanguageData": _selected},
+    (Command("fit -c rows.yaml -c chosen/data.yaml", partial(tensors_below, "runs/*/last.ckpt")),),
+    fixed=True,
+)
+SCORES = Kind(
+    "the scores of select-data",
+    make_selection,
+    ("chosen/scores.jsonl", "chosen/settings.json"),
+    {"select-data": _scores},
 )
 
 
@@ -958,6 +1049,7 @@ KINDS: dict[str, Kind] = {
     "checkpoint": CHECKPOINT,
     "shards": SHARDS,
     "average": AVERAGES,
+    "merge": MERGES,
     "snapshot": SNAPSHOTS,
     "ema-sweep": SWEPT,
     "adapter": ADAPTER,
@@ -967,6 +1059,8 @@ KINDS: dict[str, Kind] = {
     "tokenizer": TOKENIZER,
     "tokens": TOKENS,
     "documents": DOCUMENTS,
+    "selection": SELECTION,
+    "scores": SCORES,
     "pairs": PAIRS,
     "teacher": TEACHER,
     "teacher-half": TEACHER_HALF,

@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from tests.callbacks.resume_kit import equal
 
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate"}
 _SHM = Path("/dev/shm")
+_UPLOADED = re.compile(r"\.ckpt\.[0-9a-f]{8}(?=/)")
 _NUMBERED = re.compile(r"(environment|config)_\d+(\.\w+)$")  # what a resumed run keeps of the run before
 
 
@@ -247,9 +249,10 @@ def _last_line(log: Path) -> str:
 
 
 def files(folder: Path) -> set[str]:
-    """Return the paths of all files in a folder. The folder of a run has the name RUN."""
+    """Return the paths of all files in a folder. A run's folder has the name RUN, that of remote shards FOLDER."""
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     names = {name + "/" * (path.is_dir() and not path.is_symlink()) for name, path in found.items()}
+    names = {_UPLOADED.sub(".ckpt.FOLDER", name) for name in names}
     run = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?=/)")
     matches = [run.search(name) for name in names]
     runs = {match[0] for match in matches if match}
@@ -342,7 +345,11 @@ def last_of(folder: Path) -> dict[str, Any]:
     """Return the content of the last checkpoint, without paths."""
     from lit_efficient.distributed.shards import read_checkpoint
 
-    saved = read_checkpoint(folder / "runs/base/latest/last.ckpt", optimizers=True)
+    return kept_of(read_checkpoint(folder / "runs/base/latest/last.ckpt", optimizers=True))
+
+
+def kept_of(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a checkpoint, without paths."""
     states = {key: state for key, state in saved["callbacks"].items() if not key.startswith("ModelCheckpoint")}
     kept = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "loops")
     return {"callbacks": states, **{name: saved[name] for name in kept}}
@@ -445,6 +452,12 @@ def _make(what: str) -> None:
     from tests.callbacks.resume_kit import SaveEveryBatch, Tiny, fit
     from tests.export.test_adapters import Language
 
+    if what == "selection":
+        from benchmarks.trust_rows.damage_kinds import make_selection
+
+        make_selection()
+        shutil.rmtree("chosen")
+        return
     if what == "tiny":
         fit(Tiny(), [SaveEveryBatch(".")], max_epochs=1)
         return
@@ -506,6 +519,17 @@ def _average(output: str) -> Killed:
         lambda folder: (folder / output).read_bytes(),
         intact=partial(_either, output, before),
     )
+
+
+def _selection() -> Killed:
+    from benchmarks.trust_rows.damage_kinds import SELECT
+
+    def result(folder: Path) -> dict[str, bytes]:
+        found = content(folder / "chosen")
+        return {name: found[name] for name in found.keys() - {"data.yaml", "SHA256SUMS"}}  # they depend on the path
+
+    job = partial(_command, *SELECT.split(), "--batch_size", "3")
+    return Killed(partial(_put, "selection", {}), job, job, result)
 
 
 def _latents(overwrite: bool) -> Killed:
@@ -682,6 +706,13 @@ PIECES = (
         "new one or none, the next run makes the same bytes and leaves no other files",
         {"latents": partial(_latents, False), "overwritten": partial(_latents, True), "sealed": _sealed},
         {"before": 10, "within": 6, "time": 4},
+    ),
+    piece(
+        "kill-select-data",
+        "A selection of rows is killed: the next one continues, has the same scores and rows to the byte and leaves no "
+        "other files",
+        {"rho": _selection},
+        {"before": 14, "within": 10, "time": 8},
     ),
     piece(
         "kill-fit-lightning",
