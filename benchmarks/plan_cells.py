@@ -335,6 +335,7 @@ SETTINGS: dict[str, How] = {
     "ActivationCheckpointing": How(_named("ActivationCheckpointing"), on=BLOCKS, turns=3),
     "ActivationOffload": How(_named("ActivationOffload", min_bytes=1024), on=TEXTS, cuda_only=SAME_MEMORY),
     "AdaptiveGradientClipping": How(_named("AdaptiveGradientClipping", clip_factor=0.05)),
+    "AsyncCheckpoint": How(_named("AsyncCheckpoint"), plugins=_named("SafeCheckpointIO")),
     "AttentionBackend": How(_named("AttentionBackend"), on=("GPT", "Llama")),
     "BatchRamp": How(_named("BatchRamp", [1]), trainer={"accumulate_grad_batches": 2}),
     "BlockSwap": How(lambda: [le.BlockSwap(), le.LoRA(rank=4)], on=TEXTS, cuda_only=SAME_MEMORY),
@@ -345,6 +346,7 @@ SETTINGS: dict[str, How] = {
     "ContrastiveFlowMatching": How(_named("ContrastiveFlowMatching"), on=("DiT of flows",)),
     "EMA": How(_named("EMA"), turns=2),
     "EmptyCache": How(_named("EmptyCache", every_n_steps=1), cuda_only="its allocator keeps no cache"),
+    "ExpertsBackend": How(_named("ExpertsBackend"), on=("Qwen3-MoE",)),
     "FeatureMatching": How(
         lambda: [le.FeatureMatching("net", _digits(), {r"blocks\.2": r"blocks\.2"})], on=("ResNet",)
     ),
@@ -372,6 +374,7 @@ SETTINGS: dict[str, How] = {
     "LatentAlignment": How(lambda: [le.LatentAlignment(_teacher(), images="images")], on=("Autoencoder",)),
     "Lion": How(optimizer=_stepped("Lion")),
     "LoRA": How(_named("LoRA", rank=8), on=BLOCKS, turns=3),
+    "LossFreeBalancing": How(_named("LossFreeBalancing"), on=("Qwen3-MoE",)),
     "LossCurriculum": How(_named("LossCurriculum"), on=("DiT", "GPT")),
     "LowBitOptimizer": How(_named("LowBitOptimizer"), turns=2),
     "MaxBatchSize": How(_named("MaxBatchSize", max_size=4), on=TEXTS),
@@ -411,12 +414,18 @@ SETTINGS: dict[str, How] = {
     "WeightClipping": How(_named("WeightClipping", 1.0)),
     "WidthTransfer": How(_named("WidthTransfer", base_width=64, base_depth=2), on=("GPT", "Llama")),
 }
+OPTIONS: dict[str, How] = {  # settings of techniques above that change other memory
+    "QuantizeBase of experts": How(
+        lambda: [le.QuantizeBase(experts=True), le.LoRA(rank=8, targets="all-linear+experts")], on=("Qwen3-MoE",)
+    ),
+}
+SETTINGS |= OPTIONS
 
 
 def techniques() -> list[str]:
-    """Return every technique of the catalogue that can change the memory of a step."""
+    """Return every technique of the catalogue that can change the memory of a step, and options of some."""
     slots = ("trainer.callbacks", "trainer.plugins", "optimizer", "model")
-    return sorted(card.name for card in read_cards() if card.is_technique and card.slot in slots)
+    return [*sorted(card.name for card in read_cards() if card.is_technique and card.slot in slots), *OPTIONS]
 
 
 @dataclass(frozen=True)

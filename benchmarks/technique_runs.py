@@ -115,6 +115,15 @@ def _gpt() -> L.LightningModule:
     return le.LanguageModeling(shape, learning_rate=2e-3, warmup_steps=0)
 
 
+def experts(implementation: str = "grouped_mm") -> L.LightningModule:
+    """Return a Qwen3-MoE as large as the GPT, without a balancing loss."""
+    fields = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}
+    fields |= {"num_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False, "model_type": "qwen3_moe"}
+    shape = le.CausalLMConfig(config_fields={**fields, "experts_implementation": implementation})
+    return le.LanguageModeling(shape, learning_rate=2e-3, warmup_steps=0)
+
+
 def _dit() -> L.LightningModule:
     return le.LatentDiffusion(learning_rate=2e-3)
 
@@ -138,6 +147,7 @@ class Setting:
         plugins: Function that returns the plugins.
         shown: Settings shown in the table. Empty for the defaults.
         beside: Function that returns callbacks of both runs.
+        module: Function that returns the module of both runs, in place of the model's.
         traced: Whether every operator of a step can be intercepted. False for a compiled step.
     """
 
@@ -148,6 +158,7 @@ class Setting:
     shown: str = ""
     beside: Callable[[], list[Any]] = list
     traced: bool = True
+    module: Callable[[], L.LightningModule] | None = None
 
 
 class _Steps(L.Callback):
@@ -250,7 +261,7 @@ def _address(tensor: Tensor) -> int:
 def _fit(model: str, setting: Setting | None, data: Any, steps: int, watch: list[Any], trainer: dict[str, Any]) -> Any:
     """Train ``steps`` steps with a setting, or without one in the plain run."""
     L.seed_everything(0, verbose=False)
-    module = MODELS[model][0]()
+    module = ((setting and setting.module) or MODELS[model][0])()
     plain = type(module).configure_optimizers
 
     def configure(self: Any = module) -> Any:
@@ -298,7 +309,7 @@ def measure(model: str, setting: Setting, data: Any, steps: int, rounds: int, ti
         rounds: Number of alternating rounds with and without the technique.
         timed: Number of timed steps in a round.
     """
-    plain = Setting(trainer=setting.trainer, callbacks=setting.beside)
+    plain = Setting(trainer=setting.trainer, callbacks=setting.beside, module=setting.module)
     sides = {"with": setting, "plain": plain}
     figures: dict[str, Any] = {name: {} for name in sides}
     before = {_address(tensor) for tensor in _tensors()}

@@ -32,7 +32,7 @@ import torch
 import lit_efficient as le
 from benchmarks import figures
 from benchmarks.clock import use_one_thread
-from benchmarks.technique_runs import MODELS, Setting, measure, prepared
+from benchmarks.technique_runs import MODELS, Setting, experts, measure, prepared
 from lit_efficient.catalog import read_cards
 from lit_efficient.declaration import Declaration
 
@@ -73,6 +73,9 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("CheckpointAverage", ""): with_callback("CheckpointAverage", last_k=5, every_n_steps=5),
     ("Compile", ""): Setting(lambda: [le.Compile()], traced=False),
     ("EMA", ""): with_callback("EMA", decay=0.99),
+    ("ExpertsBackend", "GPT"): Setting(
+        lambda: [le.ExpertsBackend()], module=partial(experts, "eager"), shown="Qwen3-MoE, beside its loop over experts"
+    ),
     ("FusedAdamW", ""): stepped("FusedAdamW", lr=2e-3),
     ("GroupedAdafactor", ""): stepped("GroupedAdafactor", lr=1e-2),
     ("GaLore", ""): Setting(lambda: [le.GaLore(rank=16)], partial(torch.optim.AdamW, lr=1e-2), shown="rank=16"),
@@ -88,6 +91,9 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("Lion", ""): stepped("Lion", lr=4e-4, weight_decay=0.1),
     ("MuonAdamW", ""): stepped("MuonAdamW", lr=2e-3),
     ("LowBitOptimizer", ""): with_callback("LowBitOptimizer", bits=8),
+    ("LossFreeBalancing", "GPT"): Setting(
+        lambda: [le.LossFreeBalancing()], module=experts, shown="Qwen3-MoE, beside no balancing"
+    ),
     ("LossCurriculum", ""): with_callback("LossCurriculum", steps=30),
     ("MaxBatchSize", ""): with_callback("MaxBatchSize", max_size=128),
     ("MixtureOfDepths", "GPT"): with_callback("MixtureOfDepths"),
@@ -99,6 +105,11 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("ResolutionRamp", "ResNet"): with_callback("ResolutionRamp", steps=30),
     ("QuantizeBase", ""): Setting(
         lambda: [le.QuantizeBase(), le.LoRA(rank=8)], beside=lambda: [], shown="nf4, with LoRA(rank=8)"
+    ),
+    ("QuantizeBase of experts", "GPT"): Setting(
+        lambda: [le.QuantizeBase(experts=True), le.LoRA(rank=8, targets="all-linear+experts")],
+        module=experts,
+        shown="Qwen3-MoE, nf4, with LoRA(rank=8)",
     ),
     ("LoRA", ""): with_callback("LoRA", rank=8),
     ("LoRA", "ResNet"): with_callback("LoRA", rank=8, targets=[r".*conv\d"]),

@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lit_efficient as le
 from lit_efficient.catalog import Card, overlay_of, read_cards
@@ -63,6 +64,14 @@ CASES: dict[str, Case] = {
     "LoRA": Case(lambda: [le.LoRA(rank=4)], precision=("32-true", "bf16-mixed", "bf16-true")),
     "LoRA dora": Case(lambda: [le.LoRA(rank=4, variant="dora")]),
     "LoRA pissa": Case(lambda: [le.LoRA(rank=4, variant="pissa")]),
+    "LoRA olora": Case(lambda: [le.LoRA(rank=4, variant="olora")]),
+    "LoRA eva": Case(lambda: [le.LoRA(rank=4, variant="eva")]),
+    "LoRA corda": Case(lambda: [le.LoRA(rank=4, variant="corda")]),
+    "LoRA lora_ga": Case(lambda: [le.LoRA(rank=4, variant="lora_ga")]),
+    "LoRA lora_fa": Case(lambda: [le.LoRA(rank=4, variant="lora_fa")]),
+    "QuantizeBase nf4 + LoRA loftq": Case(
+        lambda: [le.QuantizeBase(skip=("head",), keep_source=True), le.LoRA(rank=4, variant="loftq")], needs=BNB
+    ),
     "LoRA embedding": Case(lambda: [le.LoRA(rank=4, targets=["embedding"])]),
     "LoRA+": Case(lambda: [le.LoRA(rank=4, lr_ratio=16.0)]),
     "LoRA on a DiT": Case(lambda: [le.LoRA(rank=4)], "dit", "latents"),
@@ -146,6 +155,8 @@ CASES: dict[str, Case] = {
     "ScheduleFree": Case(lambda: [le.ScheduleFree()], trainer=VALIDATES),
     "FusedAdamW": Case(optimizer=lambda p: le.FusedAdamW(list(p))),
     "Lion": Case(optimizer=lambda p: le.Lion(list(p))),
+    "MuonAdamW dion": Case(optimizer=lambda p: le.MuonAdamW(list(p), dion=0.25)),
+    "MuonAdamW muon_eq, normuon": Case(optimizer=lambda p: le.MuonAdamW(list(p), muon_eq="row", normuon=0.95)),
     "MuonAdamW": Case(optimizer=lambda p: le.MuonAdamW(list(p))),
     "GroupedAdafactor": Case(optimizer=lambda p: le.GroupedAdafactor(list(p))),
     "AdaptiveGradientClipping": Case(lambda: [le.AdaptiveGradientClipping()], precision=MIXED),
@@ -159,6 +170,18 @@ CASES: dict[str, Case] = {
     "MixtureOfExperts": Case(lambda: [le.MixtureOfExperts(experts=4)], precision=MIXED),
     "MixtureOfDepths": Case(lambda: [le.MixtureOfDepths()], precision=MIXED),
     "TokenRouting": Case(lambda: [le.TokenRouting()], "dit", "latents", precision=MIXED),
+    "ExpertsBackend": Case(lambda: [le.ExpertsBackend()], "experts", needs=("transformers",)),
+    "LossFreeBalancing": Case(lambda: [le.LossFreeBalancing()], "experts", needs=("transformers",), precision=MIXED),
+    "QuantizeBase of experts + LoRA": Case(
+        lambda: [le.QuantizeBase(experts=True), le.LoRA(rank=4, targets="all-linear+experts")],
+        "experts",
+        needs=("transformers", *BNB),
+    ),
+    "AsyncCheckpoint": Case(
+        lambda: [le.AsyncCheckpoint(), ModelCheckpoint(mkdtemp(), every_n_train_steps=2, save_last=True)],
+        trainer={"plugins": [le.SafeCheckpointIO()], "enable_checkpointing": True},
+        precision=MIXED,
+    ),
     "MultiTokenPrediction": Case(lambda: [le.MultiTokenPrediction()], precision=MIXED),
     "NEFTune": Case(lambda: [le.NEFTune()], precision=MIXED),
     "LabelSmoothing": Case(lambda: [le.LabelSmoothing()], precision=MIXED),

@@ -82,6 +82,13 @@ def llama() -> L.LightningModule:
     return le.LanguageModeling(le.CausalLMConfig(config_fields={"model_type": "llama", **fields}), warmup_steps=1)
 
 
+def experts() -> L.LightningModule:
+    fields = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+    fields |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    fields |= {"num_experts": 4, "num_experts_per_tok": 2, "model_type": "qwen3_moe"}
+    return le.LanguageModeling(le.CausalLMConfig(config_fields=fields), warmup_steps=1)
+
+
 def dit() -> L.LightningModule:
     backbone = le.DiTConfig(channels=2, size=8, patch_size=2, width=64, depth=4, heads=2)
     return le.LatentDiffusion(backbone=backbone, sampling_steps=3, samples=le.Samples(0))
@@ -156,7 +163,10 @@ class CountWaits(L.Callback):
         self.places[f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno}"] += 1
 
 
-MODULES = {"gpt": gpt, "llama": llama, "dit": dit, "preference": preference, "user": User, "convolutions": Convolutions}
+MODULES = {
+    **{"gpt": gpt, "llama": llama, "experts": experts, "dit": dit, "preference": preference},
+    **{"user": User, "convolutions": Convolutions},
+}
 ROWS = {"tokens": tokens, "packed": packed, "pairs": pairs, "latents": latents}
 
 
@@ -183,10 +193,10 @@ def run(case: Case, precision: str, device: str) -> dict[str, Any]:
             self.elsewhere = [n for n, p in now.items() if p.device.type != device]
 
     watch = Watch()
-    settings = {"limit_val_batches": 0, **case.trainer}
+    settings = {"limit_val_batches": 0, "enable_checkpointing": False, **case.trainer}
     accumulate = settings.get("accumulate_grad_batches", 1)
     trainer = L.Trainer(
-        accelerator="gpu" if cuda else "cpu", devices=1, precision=precision, logger=False, enable_checkpointing=False,
+        accelerator="gpu" if cuda else "cpu", devices=1, precision=precision, logger=False,
         max_steps=-(-STEPS // accumulate), callbacks=[*case.callbacks(), watch, count], enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, **settings,
     )  # fmt: skip
