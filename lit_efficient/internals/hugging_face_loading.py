@@ -6,6 +6,7 @@ and 5.23.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,23 +43,31 @@ def empty_from_config(kind: Any, config: Any, **options: Any) -> Any:
     return model
 
 
-def replacing_config(replacing: Replacing) -> object:
-    """Return a ``quantization_config`` for ``from_pretrained`` that replaces layers. The network does not keep it."""
-    return _kind()(replacing)
+def replacing_config(replacing: Replacing, mxfp4: Sequence[str] = ()) -> object:
+    """Return a ``quantization_config`` for ``from_pretrained`` that replaces layers. The network does not keep it.
+
+    Args:
+        replacing: The layers and their replacements.
+        mxfp4: Last names of parameters that the files hold in MXFP4, as ``NAME_blocks`` and ``NAME_scales``. Each is
+            dequantised when it is read. The ``config`` for ``from_pretrained`` must not have a ``quantization_config``.
+    """
+    return _kind()(replacing, mxfp4)
 
 
 @functools.cache
 def _kind() -> Any:
-    from transformers.core_model_loading import ConversionOps
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     @register_quantization_config(_METHOD)
     class Config(QuantizationConfigMixin):
-        def __init__(self, replacing: Replacing) -> None:
+        def __init__(self, replacing: Replacing, mxfp4: Sequence[str]) -> None:
             self.quant_method = _METHOD  # type: ignore[assignment]
             self.replacing = replacing
+            self.mxfp4 = mxfp4
 
         def __deepcopy__(self, memo: dict[int, object]) -> "Config":
             return self
@@ -103,6 +112,7 @@ def _kind() -> Any:
         def __init__(self, config: Config, **kwargs: Any) -> None:
             super().__init__(config, **kwargs)
             self.replacing = config.replacing
+            self.mxfp4 = config.mxfp4
             self.quantized_element_size = config.replacing.bytes_per_weight
             self.weights: set[str] = set()
 
@@ -114,6 +124,11 @@ def _kind() -> Any:
 
         def get_quantize_ops(self) -> Replace:
             return Replace(self)
+
+        def get_weight_conversions(self) -> list[Any]:
+            # transformers casts the codes of 8 bits to the model's dtype, in which they are exact.
+            pairs = {name: [f"{name}_blocks", f"{name}_scales"] for name in self.mxfp4}
+            return [WeightConverter(sources, name, [Mxfp4Dequantize(None)]) for name, sources in pairs.items()]
 
         def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:
             self.weights = self.replacing.chosen(model)

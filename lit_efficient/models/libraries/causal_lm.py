@@ -285,15 +285,18 @@ def build(
     dtype: Any = spec.dtype
     if dtype != "auto":
         dtype = getattr(torch, dtype)
-    plain = not grows and spec.quantize is None and getattr(config, "quantization_config", None) is None
+    mxfp4 = _holds_mxfp4(config)
+    plain = not grows and spec.quantize is None and (mxfp4 or getattr(config, "quantization_config", None) is None)
     replaced = None
     plain = plain and not is_gguf(spec.name_or_path)  # transformers reads such a file by a quantiser of its own
     if replacing is not None and plain and torch.get_default_device().type != "meta":
-        replaced = replacing_config(replacing)
+        replaced = replacing_config(replacing, ("gate_up_proj", "down_proj") if mxfp4 else ())
+        config = copy.deepcopy(config)
+        vars(config).pop("quantization_config", None)  # of MXFP4, whose quantiser would be used instead
     fakes = detect_fake_mode() is not None  # tensors without memory, into which no file is read
     if fakes and spec.quantize is not None:
         raise refusal("plan", "model.quantize", "null (use QuantizeBase, which can be planned)", spec.quantize)
-    if spec.quantize is not None and _holds_mxfp4(config):
+    if spec.quantize is not None and mxfp4:
         allowed = "null for files in MXFP4 (add QuantizeBase, which quantises the layers beside the experts)"
         raise refusal("CausalLMConfig", "quantize", allowed, spec.quantize)
     named = spec.name_or_path or "the model"
@@ -429,7 +432,7 @@ def format_advice(spec: CausalLMConfig) -> str | None:
         dtype = "bfloat16" if spec.dtype == "auto" else spec.dtype
         return (
             f"{spec.name_or_path} holds its experts in MXFP4 (0.53 bytes per weight), which has no backward pass: they "
-            f"are dequantised to {dtype}"
+            f"are dequantised to {dtype}, or become nf4 one stack at a time with QuantizeBase(experts=True)"
         )
     kinds = (part.get(key) for part in (stored, stored.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
     kind = next(filter(None, kinds), None)

@@ -12,11 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from lit_efficient import CausalLMConfig, ConfigurationError, LanguageModeling, LoRA, QuantizeBase
+from lit_efficient.application import apply
+from lit_efficient.mechanisms.adapters.merge import dequantize_layers
+from lit_efficient.mechanisms.trials.memory import AllocationMeter
 from lit_efficient.models.libraries.causal_lm import build, format_advice
 from tests.models.libraries.small_families import small_network
-from tests.support import QUIET
+from tests.support import QUIET, assert_equal
 from tests.support_cli import export
 
 STACKED = ("gate_up_proj", "down_proj")
@@ -35,8 +39,12 @@ def floats(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return in_mxfp4(small_network("gpt_oss"), tmp_path)
+
+
+def in_mxfp4(network: Any, tmp_path: Path) -> Path:
     """A folder as that of openai/gpt-oss-20b: blocks and scales instead of the experts' weights."""
-    network: Any = small_network("gpt_oss").to(torch.bfloat16)
+    network = network.to(torch.bfloat16)
     network.save_pretrained(tmp_path / "base")
     path = tmp_path / "base" / "model.safetensors"
     draw = torch.Generator().manual_seed(1)
@@ -77,6 +85,22 @@ def test_weights_are_the_floats_that_the_blocks_mean(folder: Path, dtype: Any) -
     assert "MXFP4 (0.53 bytes per weight), which has no backward pass: they are dequantised to bfloat16" in said
 
 
+def test_experts_become_other_codes_one_stack_at_a_time(tmp_path: Path) -> None:
+    """The peak is the result and what the conversion of one stack takes: 6 bytes a weight."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 12, "head_dim": 8}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 97, "num_local_experts": 8}
+    place = in_mxfp4(GptOssForCausalLM(GptOssConfig(**sizes, num_experts_per_tok=2)), tmp_path)
+    spec, technique = CausalLMConfig(str(place), dtype="auto"), QuantizeBase(experts=True)
+    with AllocationMeter() as meter:
+        network = build(spec, None, technique.on_read(""))
+    stack = 8 * 64 * 128  # weights of gate_up_proj; down_proj has half as many
+    assert meter.peak - meter.live < 8 * stack
+    assert meter.peak < 0.6 * 12 * 1.5 * stack * 2  # bytes of all experts in bfloat16
+    late: Any = build(spec)
+    assert technique.transform(network).summary == QuantizeBase(experts=True).transform(late).summary
+    assert_equal(network.state_dict(), late.state_dict())
+
+
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_a_second_quantisation_is_refused(folder: Path, quantize: Any) -> None:
     with pytest.raises(ConfigurationError, match="quantize must be null for files in MXFP4"):
@@ -84,15 +108,17 @@ def test_a_second_quantisation_is_refused(folder: Path, quantize: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("quantised", [False, True])
-def test_adapters_train_and_their_exports_are_loaded(folder: Path, quantised: bool, tmp_path: Path) -> None:
-    """With attention in nf4, too, which a merged model holds dequantised."""
+@pytest.mark.parametrize("quantised", ["nothing", "attention", "experts"])
+def test_adapters_train_and_their_exports_are_loaded(folder: Path, quantised: str, tmp_path: Path) -> None:
+    """With attention and experts in nf4, too, which a merged model holds dequantised."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     task = LanguageModeling(CausalLMConfig(str(folder), dtype="auto"), learning_rate=0.02, warmup_steps=0)
     rows = [{"input_ids": row, "labels": row} for row in IDS]
-    techniques = [QuantizeBase()] * quantised + [LoRA(rank=2)]
+    base = QuantizeBase(experts=quantised == "experts")
+    targets = "all-linear+experts" if base.experts else "all-linear"
+    techniques = [base] * (quantised != "nothing") + [LoRA(rank=2, targets=targets)]
     trainer = L.Trainer(callbacks=techniques, **QUIET, max_steps=3)
     trainer.fit(task, DataLoader(rows, 2), DataLoader(rows, 2))  # type: ignore[arg-type]
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -104,10 +130,13 @@ def test_adapters_train_and_their_exports_are_loaded(folder: Path, quantised: bo
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert_close_but_for_a_token(logits(merged), expected)
-    if not quantised:
+    if quantised != "attention":
         assert export([*command, "peft", "--output", str(tmp_path / "peft")]) == 0
-        base = AutoModelForCausalLM.from_pretrained(folder)
-        adapted = PeftModel.from_pretrained(base, tmp_path / "peft", autocast_adapter_dtype=False)
+        dense: Any = AutoModelForCausalLM.from_pretrained(folder)
+        if base.experts:
+            apply(dense, [base])
+            dense = dequantize_layers(dense, torch.bfloat16)
+        adapted = PeftModel.from_pretrained(dense, tmp_path / "peft", autocast_adapter_dtype=False)
         assert_close_but_for_a_token(logits(adapted), expected)
 
 
