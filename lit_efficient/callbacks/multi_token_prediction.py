@@ -9,9 +9,10 @@ Source: DeepSeek-AI (2024), https://arxiv.org/abs/2412.19437; Gloeckle et al. (2
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
@@ -22,8 +23,7 @@ from lit_efficient.losses.deferred_logits import chunked_mean, output_head, take
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.alignment import Alignment, Call, mean
 from lit_efficient.models.networks.next_depth import NextDepth, second_targets
-from lit_efficient.models.probes.output_head import OutputHead
-from lit_efficient.models.probes.output_head import output_head as probed_head
+from lit_efficient.models.probes.output_head import OutputHead, check_head, scaled_head
 from lit_efficient.traits import Trait
 
 
@@ -70,6 +70,7 @@ class MultiTokenPrediction(Alignment):
         self.stop_at = stop_at
         self.seed = seed
         self._hidden: list[Tensor] = []  # inputs of the output head in this step
+        self._checked: int | None = None  # id of the network whose logits were checked
         self.check_common()
 
     def find(self, data: object) -> None:
@@ -92,6 +93,15 @@ class MultiTokenPrediction(Alignment):
         if width % (2 * heads):
             raise refusal("MultiTokenPrediction", "num_heads", f"a number whose double divides {width}", heads)
         return {"0": NextDepth(width, heads)}
+
+    def watch_step(self, module: nn.Module, batch: object) -> AbstractContextManager[None] | None:
+        """Check before the first step that the factor and the soft cap of the network's logits are known."""
+        network = _network(module)
+        if self._checked != id(network) and not self.worst_case and _is_transformers(network):
+            table = _table(network).weight
+            check_head(network, {"input_ids": torch.arange(4, device=table.device)[None] % len(table)})
+            self._checked = id(network)
+        return super().watch_step(module, batch)
 
     @contextmanager
     def _watched(self, module: nn.Module) -> Iterator[None]:
@@ -120,9 +130,7 @@ class MultiTokenPrediction(Alignment):
             )
         network: Any = _network(module)
         head: Any = output_head(network)
-        probed = OutputHead(head)
-        if hasattr(getattr(network, "config", None), "get_text_config"):
-            probed = probed_head(network)  # with the factor or soft cap of transformers' networks
+        probed = scaled_head(network) if _is_transformers(network) else OutputHead(head)
         each = TokenLoss(softcap=probed.softcap, logit_scale=probed.scale)
         depth: Any = self.heads(module)["0"]
         terms = []
@@ -156,6 +164,10 @@ def _network(module: nn.Module) -> nn.Module:
     return found[0]
 
 
+def _is_transformers(network: nn.Module) -> bool:
+    return hasattr(getattr(network, "config", None), "get_text_config")
+
+
 def _table(network: Any) -> Any:
     """Return the embedding of the tokens."""
     if hasattr(type(network), "get_input_embeddings"):
@@ -164,10 +176,9 @@ def _table(network: Any) -> Any:
 
 
 def _heads_of(network: Any) -> int:
-    config: Any = getattr(network, "config", None)
-    if hasattr(config, "get_text_config"):
-        return int(config.get_text_config().num_attention_heads)
-    return int(getattr(config, "num_heads", 1))
+    if _is_transformers(network):
+        return int(network.config.get_text_config().num_attention_heads)
+    return int(getattr(getattr(network, "config", None), "num_heads", 1))
 
 
 def _rows(batch: object, ids: Tensor) -> tuple[Tensor | None, Tensor]:

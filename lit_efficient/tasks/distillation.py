@@ -43,7 +43,7 @@ from lit_efficient.mechanisms.documents import DocumentRows
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
 from lit_efficient.models.libraries.vllm_server import ServedTeacher
 from lit_efficient.models.networks.gpt import GPTConfig
-from lit_efficient.models.probes.output_head import check_head, hidden_states, output_head
+from lit_efficient.models.probes.output_head import check_head, hidden_states, scaled_head
 from lit_efficient.surgery import moved
 from lit_efficient.tasks.language_modeling import LanguageModeling
 from lit_efficient.tasks.ordered import in_order
@@ -243,7 +243,7 @@ class Distillation(LanguageModeling):
         network = self._built()
         targets = targets_of(batch)
         learned = targets != IGNORE
-        head = output_head(network)
+        head = scaled_head(network)
         whole = computes_ignored(targets.device)
         chosen: Any = slice(None)
         counted = None
@@ -328,7 +328,7 @@ class Distillation(LanguageModeling):
                 continue
             network = next(networks)
             hidden, _ = self._hidden_states(network, batch)
-            teachers.append(LiveTeacher(hidden.flatten(0, 1)[chosen], output_head(network), vocab_size))
+            teachers.append(LiveTeacher(hidden.flatten(0, 1)[chosen], scaled_head(network), vocab_size))
         return teachers
 
     def _teacher_networks(self) -> list[nn.Module]:
@@ -347,7 +347,7 @@ class Distillation(LanguageModeling):
         if self._shared is not None:
             return self._shared
         for network in self._teacher_networks():
-            theirs = output_head(network).rows
+            theirs = scaled_head(network).rows
             if rows != theirs:
                 raise ConfigurationError(
                     f"Distillation: without a tokenizer in the data, student and teacher must have the same number of "
@@ -361,7 +361,7 @@ class Distillation(LanguageModeling):
         loader: Any = self.trainer.train_dataloader
         batches = in_order(loader, "Distillation: cache_top_k", way_out)
         temperature = self.objective.divergence.temperature
-        size = self._vocabulary(output_head(self._built()).rows)
+        size = self._vocabulary(scaled_head(self._built()).rows)
         if k > size:
             raise refusal("Distillation", "cache_top_k", f"at most {size}, the size of the vocabulary", k)
         settings = {"k": k, "temperature": temperature, "vocab_size": size, "precision": str(self.trainer.precision)}

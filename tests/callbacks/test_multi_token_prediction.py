@@ -209,9 +209,14 @@ class Causal(L.LightningModule):
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [("llama", {}), ("gemma2", {"final_logit_softcapping": 0.05}), ("granite", {"logits_scaling": 0.05})],
+    [
+        ("llama", {}),
+        ("gemma2", {"final_logit_softcapping": 0.05}),
+        ("granite", {"logits_scaling": 0.05}),
+        ("falcon_h1", {"lm_head_multiplier": 20.0, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8}),
+    ],
 )
-def test_logits_are_the_networks_and_padding_is_no_target(kind: str, fields: dict[str, float]) -> None:
+def test_logits_are_the_networks_and_padding_is_no_target(kind: str, fields: dict[str, Any]) -> None:
     """The factor and the soft cap that the network applies to its logits hold for the second loss, too."""
     ids = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(8) < torch.tensor([[8], [4]])
@@ -228,11 +233,19 @@ def test_logits_are_the_networks_and_padding_is_no_target(kind: str, fields: dic
         logits = head(depth(found[0], module.model.get_input_embeddings()(ids)))
     if kind == "gemma2":
         logits = 0.05 * (logits / 0.05).tanh()
-    elif kind == "granite":
+    elif kind in ("granite", "falcon_h1"):
         logits = logits / 0.05
     losses = [-logits[b, t].log_softmax(0)[ids[b, t + 2]] for b, n in enumerate((8, 4)) for t in range(n - 2)]
     found_term = run.callback_metrics["train/multi_token_prediction"]
     torch.testing.assert_close(found_term, torch.stack(losses).mean(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_network_that_changes_its_logits_otherwise_is_refused() -> None:
+    """HyperCLOVA X multiplies by what others divide by."""
+    batch = {"input_ids": torch.arange(8)[None], "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    run = trainer([MultiTokenPrediction()], max_steps=1)
+    with pytest.raises(ConfigurationError, match="HyperCLOVAXForCausalLM changes its logits after the head in a way"):
+        run.fit(Causal("hyperclovax", logits_scaling=4.0), torch.utils.data.DataLoader([batch], batch_size=None))
 
 
 def test_what_it_cannot_extend_is_refused() -> None:

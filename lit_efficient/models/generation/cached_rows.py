@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_efficient.models.networks.gpt import GPT, KVCache
-from lit_efficient.models.probes.output_head import output_head
+from lit_efficient.models.probes.output_head import scaled_head
 
 
 class Unsupported(Exception):
@@ -64,7 +64,7 @@ class CachedRows:
             if self.theirs is None:
                 raise Unsupported
             self.caches = [getattr(layer, "held", None) for layer in self.theirs.layers]
-        self.head = output_head(network).module
+        self.head = scaled_head(network).module
 
     @property
     def width(self) -> int:

@@ -2,8 +2,8 @@
 
 It serves losses that must not hold tokens x vocabulary logits. The network is called as usual, with all its hooks and
 auxiliary losses, but its head receives only the last position. The full input of the head is kept, and the head is then
-called on a few tokens at a time. Operations on logits after the head are repeated: a factor (Granite, Cohere) and a
-soft cap (Gemma). `check_head` detects other operations.
+called on a few tokens at a time. Operations on logits after the head are repeated: a factor (Granite, Cohere,
+Falcon-H1) and a soft cap (Gemma). `check_head` detects other operations.
 """
 
 from collections.abc import Mapping
@@ -49,8 +49,8 @@ class OutputHead:
         return self.softcap * torch.tanh(logits / self.softcap)
 
 
-def output_head(network: nn.Module) -> OutputHead:
-    """Return the head of a `GPT` or of a causal model of transformers.
+def scaled_head(network: nn.Module) -> OutputHead:
+    """Return the head of a `GPT` or of a causal model of transformers, with its factor and soft cap.
 
     Raises:
         ConfigurationError: if the model has no output embeddings.
@@ -63,6 +63,7 @@ def output_head(network: nn.Module) -> OutputHead:
     config = network.config.get_text_config()  # type: ignore[operator, union-attr]
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
+    scale *= getattr(config, "lm_head_multiplier", None) or 1.0
     return OutputHead(module, scale, getattr(config, "final_logit_softcapping", None))
 
 
@@ -78,7 +79,7 @@ def hidden_states(network: nn.Module, inputs: Mapping[str, object]) -> tuple[Ten
         seen.append(arguments[0])
         return (arguments[0][:, -1:], *arguments[1:])
 
-    with output_head(network).module.register_forward_pre_hook(keep):
+    with scaled_head(network).module.register_forward_pre_hook(keep):
         output = network(**inputs)
     if len(seen) != 1:
         raise ConfigurationError(
@@ -89,7 +90,7 @@ def hidden_states(network: nn.Module, inputs: Mapping[str, object]) -> tuple[Ten
 
 @torch.no_grad()
 def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Compare what the network does to the output of its head with what its `output_head` does.
+    """Compare what the network does to the output of its head with what its `scaled_head` does.
 
     The network runs in eval mode on the first row, with numbers in the place of the output of its head: small ones and
     large ones, because a soft cap leaves the small logits of new weights as they are. Factors, biases and matrices of
@@ -98,7 +99,7 @@ def check_head(network: nn.Module, inputs: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: if they differ, so that the network does more to its logits than is repeated here.
     """
-    head = output_head(network)
+    head = scaled_head(network)
     first = {name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
     free = shards_again(network)
     noise = noise_for_zeros(network) + noise_for_vectors(network)

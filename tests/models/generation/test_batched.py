@@ -15,7 +15,7 @@ from lit_efficient.models.generation import batched
 from lit_efficient.models.generation.batched import Sample, generate
 from lit_efficient.models.generation.sampling import Sampling
 from lit_efficient.models.networks.gpt import GPT
-from lit_efficient.models.probes.output_head import output_head
+from lit_efficient.models.probes.output_head import scaled_head
 from tests.mechanisms.test_documents import network_of
 from tests.models.generation.test_sampling import theirs
 from tests.models.libraries.small_families import FAMILIES, NotSmall, small_network
@@ -118,7 +118,7 @@ def test_only_the_logits_behind_a_prompt_are_computed(kind: str) -> None:
     network = network_of(kind)
     _continued(network, PROMPTS)
     shapes: list[Any] = []
-    output_head(network).module.register_forward_hook(lambda _, __, output: shapes.append(output.shape[1]))
+    scaled_head(network).module.register_forward_hook(lambda _, __, output: shapes.append(output.shape[1]))
     _continued(network, PROMPTS)
     assert set(shapes) == {1}
 
@@ -191,7 +191,7 @@ def test_a_prompt_is_read_once_for_all_its_samples_and_rows_that_end_are_replace
     alone = [_samples(network, [prompt], 20, temperature=1.0, seeds=[i])[0] for i, prompt in enumerate(prompts)]
     stop = {alone[0].tokens[4], alone[6].tokens[2], alone[12].tokens[9]}
     shapes: list[tuple[int, int]] = []
-    output_head(network).module.register_forward_hook(lambda _, __, output: shapes.append(tuple(output.shape[:2])))
+    scaled_head(network).module.register_forward_hook(lambda _, __, output: shapes.append(tuple(output.shape[:2])))
     found = _samples(network, prompts, 20, temperature=1.0, stop=stop, rows=4)
     for sample, whole in zip(found, alone):
         cut = next((i + 1 for i, token in enumerate(whole.tokens) if token in stop), 20)
@@ -224,7 +224,7 @@ def test_the_trial_of_a_network_does_not_grow_with_its_layers() -> None:
         )
         network = LlamaForCausalLM(config).eval()
         counted: list[object] = []
-        output_head(network).module.register_forward_hook(lambda *_, counted=counted: counted.append(None))
+        scaled_head(network).module.register_forward_hook(lambda *_, counted=counted: counted.append(None))
         for _ in range(2):
             calls.append(len(counted))
             _samples(network, [list(range(5, 20))] * 2, 20)
