@@ -7,7 +7,7 @@ A step that a gradient scaler skips counts, because its choices are valid althou
 Source: Wang et al. (2024), https://arxiv.org/abs/2408.15664, algorithm 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,8 @@ class BalancesLoads(LossHooks):
     bias_rate: float  # change of the bias in each step; 0 for none
     _terms: SideTerms
     _steps = 0
+    _counting: Sequence[Any] = ()  # modules that count choices, in a fit of one process
+    _resumed: Sequence[Tensor | None] = ()  # choices in the open accumulation window of a checkpoint
 
     def biases(self, module: nn.Module) -> list[tuple[Any, Tensor]]:
         """Return the modules that count choices, with their biases."""
@@ -35,6 +37,11 @@ class BalancesLoads(LossHooks):
     @contextmanager
     def watch_step(self, module: nn.Module, batch: object) -> Iterator[None]:
         parts = parts_of(module, self._terms.kind)
+        # An open window continues only if its gradients were restored as well.
+        if self._resumed and any(p.grad is not None for p in module.parameters()):
+            for part, load in zip(self._counting, self._resumed, strict=True):
+                part.router_load = load
+        self._resumed = ()
         rows = rows_in(batch)
         for part in parts:
             part.token_rows = rows
@@ -47,8 +54,20 @@ class BalancesLoads(LossHooks):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = trainer.global_step
-        for part in parts_of(pl_module, self._terms.kind):
+        parts = parts_of(pl_module, self._terms.kind)
+        for part in parts:
             part.router_load = None  # batches before the first step must not count
+        self._counting = parts if self.bias_rate and trainer.world_size == 1 else ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the choices in an open accumulation window. `ExactResume` saves its gradients, on one process only."""
+        loads = [part.router_load for part in self._counting]
+        if all(load is None for load in loads):
+            return {}
+        return {"loads": loads}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict.get("loads", ())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
         if not self.bias_rate or trainer.global_step == self._steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,21 @@ from lit_efficient import (
     CausalLMConfig,
     ConfigurationError,
     ConflictError,
+    ExactResume,
     LanguageModeling,
     LossFreeBalancing,
     MixtureOfExperts,
 )
 from lit_efficient.application import apply
 from lit_efficient.models.networks.biased_router import BiasedRouter
-from lit_efficient.testing import Run
+from lit_efficient.testing import Run, Toy, assert_equal, data
+from tests.callbacks.resume_kit import SaveEveryBatch, final_state
 from tests.callbacks.test_experts_backend import decoder
 from tests.contract.row import Row
 from tests.mechanisms.adapters.test_experts import IDS
 from tests.processes import run_ranks
 from tests.ranks import mixtures
-from tests.support import Net, trainer
+from tests.support import AttentionNet, Net, routed, trainer
 from tests.support_cli import export
 
 
@@ -172,6 +175,24 @@ def test_a_bias_of_the_class_is_exported_to_transformers(
     assert all(b.any() for name, b in loaded.named_buffers() if name.endswith("correction_bias"))
     with torch.no_grad():
         assert torch.equal(loaded.eval()(IDS).logits, module.network.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("make", "network", "batch"),
+    [(LossFreeBalancing, routed(Net), 6), (partial(MixtureOfExperts, 3, 1), AttentionNet, 2)],
+)
+def test_an_open_accumulation_window_goes_on_with_its_choices(
+    make: Any, network: Any, batch: int, tmp_path: Path
+) -> None:
+    """Steps of four batches: the checkpoint after another batch holds the choices of its window."""
+    ends = []
+    for path in (None, tmp_path / f"{batch:03d}.ckpt"):
+        saves = SaveEveryBatch(tmp_path if path is None else tmp_path.parent)
+        run = trainer([make(bias_rate=0.125), ExactResume(0), saves], max_epochs=1, accumulate_grad_batches=4)
+        run.fit(Toy("configure_model", network), data(48), data(), ckpt_path=path, weights_only=True)
+        ends.append(final_state(run))
+    assert ends[0][-1] == 3
+    assert_equal(*ends)
 
 
 def test_what_has_no_router_or_another_one_is_refused() -> None:
