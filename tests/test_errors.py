@@ -31,9 +31,12 @@ from lit_efficient.errors import (
     LitEfficientError,
     check_choice,
     check_installed,
+    check_list,
     check_number,
+    checks_types,
     install_line,
     listed,
+    parse_bytes,
 )
 from lit_efficient.mechanisms.blocks.freezing import depth_groups
 from lit_efficient.models.libraries.causal_lm import CausalLMConfig
@@ -90,6 +93,48 @@ def test_a_choice_is_one_of_its_kind() -> None:
     for value in (True, "8", 8.0, None, ["a"]):
         with pytest.raises(ConfigurationError, match=r"Owner: bits must be one of 8, 4, fp8, got "):
             check_choice("Owner", "bits", value, (8, 4, "fp8"))
+
+
+def test_a_list_may_be_missing_only_where_that_is_said() -> None:
+    check_list("Owner", "names", None, "a list", null=True)
+    for value, null in ((None, False), (2, True), ([], True), ("a", True)):
+        with pytest.raises(ConfigurationError, match="Owner: names must be a list, got "):
+            check_list("Owner", "names", value, "a list", null=null)
+
+
+@checks_types
+class Typed:
+    """Class whose arguments have the kinds of annotations that YAML can fill."""
+
+    def __init__(
+        self,
+        sizes: dict[str, int] | None = None,
+        pair: tuple[int, float] | None = None,
+        names: list[str] | None = None,
+    ) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"sizes": {"a": 1, "b": 2}}, {"sizes": {"a": 1, "b": "2"}}),
+        ({"pair": [1, 2.5]}, {"pair": [1, 2.5, 3]}),
+        ({"pair": [1, 2]}, {"pair": [1, "2"]}),
+        ({"names": ["a"]}, {"names": [1]}),
+        ({"names": []}, {"names": ["a", 1]}),
+    ],
+)
+def test_the_values_in_lists_and_mappings_have_the_types_of_the_annotation(right: Any, wrong: Any) -> None:
+    Typed(**right)
+    with pytest.raises(ConfigurationError, match=f"Typed: {next(iter(wrong))} must be "):
+        Typed(**wrong)
+
+
+def test_the_smallest_memory_is_a_byte() -> None:
+    assert parse_bytes(1) == 1
+    with pytest.raises(ConfigurationError, match="above 0"):
+        parse_bytes(0)
 
 
 def by_hand(source: str) -> list[str]:
