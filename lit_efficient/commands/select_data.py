@@ -204,7 +204,7 @@ def write_selection(
     import yaml
 
     from lit_efficient.data.text.mixture import LanguageMixture
-    from lit_efficient.files.atomic_file import replacing
+    from lit_efficient.files.atomic_file import remove_stale, replacing
     from lit_efficient.files.sums import write_sums
 
     count = max(1, round(keep * len(train)))
@@ -238,6 +238,7 @@ def write_selection(
     with replacing(output / "data.yaml") as file:
         file.write(b"# Overlay: train on the rows that select-data has kept.\n")
         file.write(yaml.safe_dump({"data": {"init_args": own}}, sort_keys=False).encode())
+    remove_stale(output.parent)
     write_sums(output)  # fit compares the rows and the tokenizer with them
     return count
 
