@@ -240,6 +240,78 @@ def _try_techniques(case: str, folder: Path) -> str:
     return resume(part, 2 * BATCHES, _techniques, names, window)
 
 
+# Options: settings of a technique, and of optimizers, that have another state or another start -----------------------
+
+_STARTS = ("pissa", "olora", "eva", "corda", "lora_ga", "lora_fa")
+
+
+def _muon(**arguments: Any) -> Callable[[Any, Any], Any]:
+    return lambda x, module: x.MuonAdamW(x.muon_groups(module), 0.01, **arguments)
+
+
+def _soap(x: Any, module: Any) -> Any:
+    from pytorch_optimizer import SOAP
+
+    return SOAP(module.parameters(), 0.01, precondition_frequency=2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
+    "MuonAdamW": _muon(),
+    "MuonAdamW polar_express": _muon(polar_express=True),
+    "MuonAdamW muon_eq": _muon(muon_eq="row"),
+    "MuonAdamW muon_plus": _muon(muon_plus="column_row"),
+    "MuonAdamW normuon": _muon(normuon=0.95),
+    "MuonAdamW dion": _muon(dion=0.25),
+    "MuonAdamW heads": lambda x, module: x.MuonAdamW(x.muon_groups(module, heads={"up.weight": 4}), 0.01),
+    "SOAP": _soap,
+}
+# The case of the contract whose network is trained, and the callbacks.
+OPTIONS: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
+    **{f"LoRA {one}": ("LoRA", lambda x, one=one: [x.LoRA(rank=2, variant=one, save_base=True)]) for one in _STARTS},
+    "LoRA loftq": (
+        "LoRA",
+        lambda x: [x.QuantizeBase(keep_source=True), x.LoRA(rank=2, variant="loftq", save_base=True)],
+    ),
+    "QuantizeBase experts": (
+        "ExpertsBackend",
+        lambda x: [x.QuantizeBase(experts=True), x.LoRA(rank=2, targets="all-linear+experts", save_base=True)],
+    ),
+    "MixtureOfExperts bias_rate": (
+        "MixtureOfExperts",
+        lambda x: [x.MixtureOfExperts(4, 1, balance_loss=0.0, bias_rate=0.1)],
+    ),
+    "OptimizerSchedule AdamC": ("EMA", lambda x: [x.OptimizerSchedule(follow_rate=1.0)]),
+    "AsyncCheckpoint": ("EMA", lambda x: [x.EMA(0.8), x.AsyncCheckpoint()]),
+    **{f"{name} with EMA": ("EMA", lambda x: [x.EMA(0.8)]) for name in OPTIMIZERS},
+}
+
+
+def _option(name: str, window: int) -> Fit:
+    import lit_efficient
+    from lit_efficient.testing import data
+    from tests.contract.table import case
+
+    of, callbacks = OPTIONS[name]
+    module = case(of).toy()
+    optimizer = OPTIMIZERS.get(name.removesuffix(" with EMA"))
+    if optimizer is not None:
+        module.configure_optimizers = lambda: optimizer(lit_efficient, module)
+    made = [*callbacks(lit_efficient), lit_efficient.ExactResume(3)]
+    arguments = {"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": window}
+    arguments |= {"plugins": [lit_efficient.SafeCheckpointIO()]}
+    return Fit(module, (data(4 * BATCHES, shuffle=True), data()), made, arguments)
+
+
+def _options() -> list[str]:
+    return [_case((name,), window, part) for name in OPTIONS for window in WINDOWS for part in range(1, 2 * BATCHES)]
+
+
+def _try_option(case: str, folder: Path) -> str:
+    name, rest = case.split(" a step, after ")
+    name, _, window = name.rpartition(" ")
+    return resume(int(rest.split()[0]), 2 * BATCHES, _option, name, int(window))
+
+
 # Schedulers ----------------------------------------------------------------------------------------------------------
 
 _RATE = 0.005
@@ -639,6 +711,15 @@ PIECES = (
         lambda: _together(3, 100),
         _try_techniques,
         in_ci=1,
+    ),
+    Piece(
+        2,
+        "resume-options",
+        "starts of LoRA, 4-bit experts, balancing by a bias, AdamC, asynchronous checkpoints, SOAP and variants of "
+        "Muon, resumed after each batch of two epochs, windows of 1 and 4 batches: all bits and rows",
+        _options,
+        _try_option,
+        in_ci=2,
     ),
     Piece(
         2,
