@@ -45,6 +45,7 @@ from lit_efficient.internals.wraps import inner_method, unwrap_method, wrap_meth
 from lit_efficient.mechanisms.order.carried import attributes_of, differs
 from lit_efficient.mechanisms.order.resumable_loader import ResumableLoader, examine, make_resumable
 from lit_efficient.mechanisms.trials.probes import loaders_in
+from lit_efficient.optimizers.stepping import keep_dtypes
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
@@ -78,6 +79,7 @@ class ExactResume(Technique):
         self._data: list[list[Any]] = []  # rows of each loader of that run, their hash, and batches of an epoch
         self._gradients: dict[str, Tensor] | None = None  # of an open accumulation window in the checkpoint
         self._reached = ""  # the part of a batch that is over: "batch", "validation" or "epoch"; empty inside a step
+        self._dtypes: dict[str, torch.dtype] = {}  # of the checkpoint's weights, if they are known
         self._resumed: dict[str, Any] = {}  # "reached" of the checkpoint, and its metrics
         # State of the loops after a step that ended the fit before the end of an epoch.
         self._cut: dict[str, Any] | None = None
@@ -106,6 +108,11 @@ class ExactResume(Technique):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(trainer)
         super().teardown(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        for optimizer in trainer.optimizers:
+            keep_dtypes(optimizer, partial(self._keeps_dtypes, pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._loaders is not None
@@ -215,6 +222,7 @@ class ExactResume(Technique):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if self._loaders is None:
             return
+        self._dtypes = {name: tensor.dtype for name, tensor in checkpoint.get("state_dict", {}).items()}
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if state is None:
             self._warn("the checkpoint was written without ExactResume: the data order of its epoch is unknown")
@@ -222,6 +230,11 @@ class ExactResume(Technique):
             self._resumed = {key: state[key] for key in ("reached", "metrics", "results")}
             # In the checkpoint, because Lightning restores the loops after the callbacks.
             settle(checkpoint, epoch=state["reached"] == "epoch")
+
+    def _keeps_dtypes(self, module: LightningModule) -> bool:
+        """Return whether the weights are known to have the dtypes that they have in the checkpoint."""
+        own = {name: p.dtype for name, p in module.named_parameters()}
+        return bool(self._dtypes) and all(dtype == own.get(name, dtype) for name, dtype in self._dtypes.items())
 
     def _progress(self, trainer: Trainer) -> dict[str, object]:
         """Return the part of the last batch that is over, and the metrics until then."""

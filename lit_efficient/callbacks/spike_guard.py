@@ -29,6 +29,7 @@ from lit_efficient.internals.lightning_loops import logged_step
 from lit_efficient.internals.lightning_strategies import traits_of
 from lit_efficient.internals.torch_optimizers import unscales
 from lit_efficient.internals.torch_trees import tree_map_only
+from lit_efficient.optimizers.stepping import restore_dtypes
 from lit_efficient.technique import Technique
 from lit_efficient.traits import Trait
 
@@ -247,7 +248,9 @@ class SpikeGuard(GradientHooks, Technique):
         states = tree_map_only(Tensor, _copy, self._kept["states"])
         # Optimizers that exchange weights for evaluation, such as ScheduleFreeAdamW, leave the training mode here.
         training = getattr(optimizer, "training", False)
-        optimizer.load_state_dict({**packed, "state": states, "param_groups": groups})
+        packed |= {"state": states, "param_groups": groups}
+        optimizer.load_state_dict(packed)
+        restore_dtypes(optimizer, packed)
         if training:
             optimizer.train()  # type: ignore[attr-defined]
 

@@ -129,11 +129,15 @@ def _name(spec: Spec) -> str:
 def _build(key: str, spec: Spec, first: object) -> Any:
     try:
         return instantiate_class((first,), spec)
-    except (TypeError, ValueError) as error:
-        # torch's messages have the value, and not always the name of the argument.
-        given = [f"{name}={value!r}" for name, value in spec.get("init_args", {}).items() if f": {value}" in str(error)]
+    except (AssertionError, TypeError, ValueError) as error:
+        arguments = spec.get("init_args", {})
+        if arguments.get("lr", 0.0) is None:  # CAME compares it with a number
+            raise ConfigurationError(f"{key}: {_name(spec)} has no default learning rate: set {key}.lr") from error
+        # torch's messages have the value, and not always the name of the argument. Some assertions have no message.
+        message = str(error)
+        given = [f"{name}={value!r}" for name, value in arguments.items() if not message or f": {value}" in message]
         named = f" ({', '.join(given)})" if given else ""
-        raise ConfigurationError(f"{key}: {_name(spec)}: {error}{named}") from error
+        raise ConfigurationError(f"{key}: {_name(spec)}: {message or 'refuses its arguments'}{named}") from error
 
 
 def _unset_horizons(scheduler: Spec) -> list[str]:

@@ -58,13 +58,15 @@ def dion(momentum: Tensor, gradient: Tensor, basis: Tensor, decay: float) -> Ten
         [m, n] of the norm sqrt(r), unless the gradients have a lower rank.
     """
     momentum.add_(gradient)
+    started = momentum.any()  # before the first gradient, as of a layer behind zeros, the basis stays
     kind = torch.promote_types(momentum.dtype, torch.float32)  # 16-bit types have no decompositions
     left = torch.linalg.qr((momentum @ basis).to(kind)).Q.to(momentum.dtype)
     right = momentum.T @ left
     momentum.addmm_(left, right.T, alpha=decay - 1)
     right = right.to(kind)
-    basis.copy_(right / (right.norm(dim=0, keepdim=True) + _DION_EPS))
-    return left @ basis.T
+    right = right / (right.norm(dim=0, keepdim=True) + _DION_EPS)
+    basis.copy_(torch.where(started, right, basis))
+    return left @ right.to(basis.dtype).T
 
 
 def pair_updates(

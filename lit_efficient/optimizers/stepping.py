@@ -106,6 +106,36 @@ def step_some(
     return {key: value for key, value in part.items() if key != "params" and value is not group.get(key, optimizer)}
 
 
+def restore_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Give states the dtypes in ``state_dict``, after ``load_state_dict`` has cast them to those of the parameters.
+
+    Some optimizers, such as CAME, keep float32 states of bfloat16 parameters.
+    """
+    ids = (i for group in state_dict["param_groups"] for i in group["params"])
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for i, p in zip(ids, parameters, strict=True):
+        for key, value in state_dict["state"].get(i, {}).items():
+            cast = optimizer.state[p].get(key)
+            if isinstance(value, Tensor) and isinstance(cast, Tensor) and value.dtype != cast.dtype:
+                optimizer.state[p][key] = value.to(cast.device, copy=True)
+
+
+def keep_dtypes(optimizer: Optimizer, wanted: Callable[[], bool]) -> None:
+    """Let ``load_state_dict`` keep the dtypes of states if ``wanted`` then returns true."""
+    given: dict[str, Any] = {}
+
+    def note(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        given.update(state_dict)
+
+    def restore(optimizer: Optimizer) -> None:
+        if wanted():
+            restore_dtypes(optimizer, given)
+        given.clear()
+
+    optimizer.register_load_state_dict_pre_hook(note)
+    optimizer.register_load_state_dict_post_hook(restore)
+
+
 def check_unchanged(optimizer: Optimizer, written: Collection[str], who: str) -> None:
     """Raise ConfigurationError if a step over some parameters has written to their group, which holds others too."""
     if written:

@@ -174,6 +174,15 @@ def test_a_missing_package_of_an_optimizer_is_named_with_the_command_that_instal
     assert "optimizer: CAME: there is no module 'came_pytorch': pip install " in said
 
 
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [([], "CAME has no default learning rate: set optimizer.lr"), (["--optimizer.lr", "0"], "CAME: refuses its arg")],
+)
+def test_what_an_optimizer_of_another_package_asserts_is_said_in_words(rate, words, capsys):
+    pytest.importorskip("came_pytorch")
+    assert words in refused(capsys, "--optimizer", "CAME", *rate)
+
+
 def test_a_run_without_a_model_names_the_configs_to_begin_with(capsys):
     for words in (["fit"], ["fit", "-c", "ema"], ["validate", "--ckpt_path", "x.ckpt"]):
         assert main(words) == 2

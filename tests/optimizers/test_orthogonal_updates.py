@@ -79,10 +79,16 @@ def test_each_head_is_stepped_like_a_matrix_of_its_own() -> None:
 
 
 def by_the_paper(x: Tensor, gradients: list[Tensor], q: Tensor, factor: float) -> Tensor:
-    """Dion's algorithm with a learning rate and a weight decay of 0.1 and a momentum of 0.95."""
+    """Dion's algorithm with a learning rate and a weight decay of 0.1 and a momentum of 0.95.
+
+    The reference implementation keeps q while the buffer is zero.
+    """
     momentum = torch.zeros_like(x)
     for gradient in gradients:
         buffer = momentum + gradient
+        if not buffer.any():
+            x = 0.99 * x
+            continue
         p = torch.linalg.qr(buffer @ q).Q
         r = buffer.T @ p
         momentum = buffer - 0.05 * p @ r.T
@@ -101,6 +107,7 @@ def test_dion_is_the_paper_s(shape: Any, match: bool) -> None:
     optimizer = MuonAdamW([{"params": [p], "muon": True}], lr=0.1, dion=0.25, match_rms_adamw=match)
     optimizer.state[p] = {"momentum_buffer": torch.zeros_like(p), "basis": basis.clone()}
     gradients = [drawn(*shape, seed=seed) for seed in range(1, 6)]
+    gradients[0] *= 0.0  # as below a layer that begins at zero
     for gradient in gradients:
         p.grad = gradient.clone()
         optimizer.step()

@@ -1,11 +1,14 @@
 """Optimizers of other packages: resumed to the bit, with their step size in the logs."""
 
+import copy
+
 import pytest
 import torch
 
+from lit_efficient import SpikeGuard
 from lit_efficient.cli.signatures import OPTIMIZERS
 from lit_efficient.mechanisms.run_figures import rates_of
-from tests.callbacks.resume_kit import Tiny, count_exact
+from tests.callbacks.resume_kit import Tiny, count_exact, equal, fit
 
 RATES = {"CAME": 1e-2, "SOAP": 1e-2}
 
@@ -24,6 +27,28 @@ def test_a_resumed_run_is_the_whole_one_to_the_bit(name, tmp_path):
 
     count, wrong = count_exact(tmp_path, lambda: Module(batch_size=8), max_epochs=2)
     assert (count, wrong) == (6, [])
+
+
+@pytest.mark.filterwarnings("ignore:CAME steps", "ignore:SpikeGuard")
+def test_states_wider_than_the_weights_are_resumed_and_put_back_to_the_bit(tmp_path):
+    """CAME keeps float32 states of bfloat16 weights, which torch rounds when it loads them."""
+
+    class Module(Tiny):
+        def configure_optimizers(self):
+            return made("CAME", self.parameters())
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch.bfloat16(), batch_idx)
+
+    count, wrong = count_exact(tmp_path, lambda: Module(batch_size=8), max_epochs=2, precision="bf16-true")
+    assert (count, wrong) == (6, [])
+    module = Module(batch_size=8)
+    fit(module, [guard := SpikeGuard("rewind", window=2)], max_steps=3, precision="bf16-true")
+    (optimizer,) = module.trainer.optimizers
+    guard._keep(module.trainer, module, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    guard._go_back(module, optimizer)
+    assert equal(optimizer.state_dict(), before)
 
 
 def test_the_estimate_is_logged_with_the_rate():
