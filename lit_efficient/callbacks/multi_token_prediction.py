@@ -22,7 +22,7 @@ from lit_efficient.losses.chunked_cross_entropy import TokenLoss
 from lit_efficient.losses.deferred_logits import chunked_mean, output_head, takes_labels, width_of
 from lit_efficient.losses.next_token import IGNORE, sample_means, targets_of, token_losses
 from lit_efficient.mechanisms.alignment import Alignment, Call, mean
-from lit_efficient.models.networks.next_depth import NextDepth, second_targets
+from lit_efficient.models.networks.next_depth import NextDepth, positions_after_padding, second_targets
 from lit_efficient.models.probes.output_head import OutputHead, check_head, scaled_head
 from lit_efficient.traits import Trait
 
@@ -33,7 +33,8 @@ class MultiTokenPrediction(Alignment):
     The block reads the hidden states before the output head and the embedding of the next token. It shares embedding
     and head with the network, which may be this package's GPT or a causal model of transformers. Targets are the labels
     of the batch. In a batch without labels they are the tokens that ``attention_mask`` does not leave out. Documents of
-    packed rows are separated by ``position_ids``. Exports and validation are those of the network alone.
+    packed rows are separated by ``position_ids``, and padding on the left by ``attention_mask``. Exports and validation
+    are those of the network alone.
 
     Args:
         weight: Weight of the second loss, above 0; DeepSeek-V3 uses 0.3, and 0.1 at the end.
@@ -186,9 +187,13 @@ def _rows(batch: object, ids: Tensor) -> tuple[Tensor | None, Tensor]:
     if not isinstance(batch, Mapping):
         return None, targets_of({"labels": ids})
     positions = batch.get("position_ids")
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        mask = None
+    if positions is None and mask is not None and not bool(mask[:, 0].all()):
+        positions = positions_after_padding(mask)
     if not batch.keys() & {"labels", "shift_labels"}:
-        mask = batch.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        if mask is not None:
             ids = ids.masked_fill(mask == 0, IGNORE)
         return positions, targets_of({"labels": ids})
     return positions, targets_of(batch)

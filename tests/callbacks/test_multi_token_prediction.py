@@ -248,6 +248,27 @@ def test_a_network_that_changes_its_logits_otherwise_is_refused() -> None:
         run.fit(Causal("hyperclovax", logits_scaling=4.0), torch.utils.data.DataLoader([batch], batch_size=None))
 
 
+def test_padding_on_the_left_changes_nothing() -> None:
+    """The block attends to no padding, and no padding predicts the first tokens of a row."""
+    ids = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()
+    terms = []
+    for shift in (0, 3):
+        batch = {"input_ids": ids.clone(), "attention_mask": mask.clone()}
+        for rows in batch.values():
+            rows[1] = rows[1].roll(shift)
+        run = trainer([MultiTokenPrediction()], max_steps=1)
+        run.fit(Causal("llama"), torch.utils.data.DataLoader([batch], batch_size=None))
+        terms.append(run.callback_metrics["train/multi_token_prediction"])
+    torch.testing.assert_close(*terms, rtol=1e-5, atol=1e-6)
+
+
+def test_the_second_target_is_in_the_document_of_the_token() -> None:
+    targets = torch.tensor([[1, 2, 3, 4, 5]])  # of other documents, too
+    found = second_targets(targets, torch.tensor([[0, 1, 2, 0, 1]]))
+    assert found.tolist() == [[2, IGNORE, IGNORE, 5, IGNORE]]
+
+
 def test_what_it_cannot_extend_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Toy has no causal language model that takes labels"):
         trainer([MultiTokenPrediction()]).fit(Toy("init"), data(), data())

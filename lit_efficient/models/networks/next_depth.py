@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_efficient.losses.next_token import IGNORE
-from lit_efficient.models.networks.document_attention import attend_documents
+from lit_efficient.models.networks.document_attention import attend_documents, document_starts
 from lit_efficient.models.networks.gpt import packed_layout, rotary_table, rotate
 from lit_efficient.surgery import NewLayer, StaysFloat32
 
@@ -30,8 +30,22 @@ def second_targets(targets: Tensor, position_ids: Tensor | None = None) -> Tenso
     second = F.pad(targets[:, 1:], (0, 1), value=IGNORE)
     if position_ids is None:
         return second
-    ends = F.pad(position_ids[:, 1:] == 0, (0, 1), value=True)  # the next position is in another document
-    return second.masked_fill(ends, IGNORE)
+    starts = document_starts(position_ids)
+    last = starts[:, -1:]
+    later = torch.cat((starts, last, last), 1)[:, 2:]
+    return second.masked_fill(later != starts, IGNORE)
+
+
+def positions_after_padding(attention_mask: Tensor) -> Tensor:
+    """Return ``position_ids`` ``[B, T]`` in which padding on the left is a document of its own.
+
+    Example:
+        >>> positions_after_padding(torch.tensor([[0, 0, 1, 1]]))
+        tensor([[0, 1, 0, 1]])
+    """
+    begun = attention_mask.cumsum(1) > 0
+    index = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    return torch.where(begun, index - (~begun).sum(1, keepdim=True), index)
 
 
 class NextDepth(StaysFloat32, NewLayer):
