@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lit_efficient import AsyncCheckpoint, ConfigurationError, ExactResume, SafeCheckpointIO
 from lit_efficient.cli.run_folder import LastCheckpoint
 from lit_efficient.errors import CheckpointError
-from lit_efficient.files.checkpoints import load_verified
+from lit_efficient.files.checkpoints import load_verified, newest_in
 from lit_efficient.plugins import safe_checkpoint_io
 from tests.callbacks.resume_kit import Tiny, equal, fit
 
@@ -124,6 +124,26 @@ def test_the_last_step_of_a_command_has_its_name_when_the_fit_ends(
     save_slowly(monkeypatch, 0.2)
     fitted([AsyncCheckpoint(), LastCheckpoint()], max_epochs=1, default_root_dir=tmp_path)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
+
+
+class Looks(Callback):
+    """Ask after each step for the newest checkpoint of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.newest: list[str] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.newest.append(newest_in(self.folder).name)
+
+
+def test_the_newest_checkpoint_is_the_one_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_slowly(monkeypatch, 0.05)
+    looks = Looks(tmp_path)
+    fitted([saver(tmp_path), AsyncCheckpoint(), looks], max_epochs=1, accumulate_grad_batches=1, limit_train_batches=3)
+    assert looks.newest == [tmp_path.name, "step=1.ckpt", "step=2.ckpt"]  # savers save after all other callbacks
 
 
 class Scores(Callback):
