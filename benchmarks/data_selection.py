@@ -2,6 +2,7 @@
 
     python -m benchmarks.data_selection            run five seeds, and print the table
     python -m benchmarks.data_selection --show     print the table of the finished runs
+    python -m benchmarks.data_selection --record   write the table into figures.json
 
 The texts are those of Python's standard library, in rows of 64 tokens. In the setting ``noise`` half of the rows have
 their tokens in random order; in ``plain`` none has. A quarter of the rows is kept, by the reducible loss (the current
@@ -23,8 +24,9 @@ import torch
 from torch import Tensor
 
 import lit_efficient as le
+from benchmarks import figures
 from benchmarks.clock import use_one_thread
-from lit_efficient.evidence.comparing.estimates import holm, ratio_of
+from lit_efficient.evidence.comparing.estimates import Estimate, holm, ratio_of
 from lit_efficient.files.cache import cache_root
 from lit_efficient.losses.data_selection import adam_direction, influence, project, reducible_loss
 from lit_efficient.losses.next_token import token_losses
@@ -34,6 +36,7 @@ SEEDS = (1, 2, 3, 4, 5)
 SETTINGS = ("noise", "plain")
 RANDOM = "random rows"
 METHODS = (RANDOM, "rho", "less")
+COLUMNS = ("Rows", "Score", "Kept rows without noise", "Loss beside random rows", "p", "Seeds")
 ROWS, HELD_OUT, TARGETS, TESTED = 1600, 1600, 64, 256
 KEPT = 0.25
 LENGTH, BATCH, STEPS, WARM, RATE = 64, 16, 200, 40, 3e-3
@@ -135,6 +138,7 @@ def main() -> None:
     """Run what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true", help="print the table of the finished runs")
+    parser.add_argument("--record", action="store_true", help="write the table into figures.json")
     arguments = parser.parse_args()
     use_one_thread()
     file = cache_root() / "data_selection.jsonl"
@@ -143,7 +147,7 @@ def main() -> None:
     for line in file.read_text().splitlines() if file.exists() else ():
         entry = json.loads(line)
         done[entry["setting"], entry["method"], entry["seed"]] = entry
-    texts = None if arguments.show else corpus()
+    texts = None if arguments.show or arguments.record else corpus()
     for seed in SEEDS:
         for setting in SETTINGS:
             for method in METHODS:
@@ -152,11 +156,14 @@ def main() -> None:
                     done[key] = {**dict(zip(("setting", "method", "seed"), key)), **run(*key, texts)}
                     with Path(file).open("a") as opened:
                         opened.write(json.dumps(done[key]) + "\n")
-    print(table(done))
+    rows = table(done)
+    print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    if arguments.record:
+        figures.record_ratios("data_selection", "python -m benchmarks.data_selection", rows, COLUMNS)
 
 
-def table(done: dict[tuple[str, str, int], dict[str, float]]) -> str:
-    """Return the ratios to random rows, with p."""
+def table(done: dict[tuple[str, str, int], dict[str, float]]) -> list[list[str]]:
+    """Return the rows of the table: the ratios to random rows, with p."""
     ratios = {}
     clean = {}
     for setting in SETTINGS:
@@ -164,17 +171,15 @@ def table(done: dict[tuple[str, str, int], dict[str, float]]) -> str:
             pairs = [(done.get((setting, method, seed)), done.get((setting, RANDOM, seed))) for seed in SEEDS]
             both = [(a, b) for a, b in pairs if a is not None and b is not None]
             if len(both) > 1:
-                name = f"{setting} | {method}"
-                ratios[name] = ratio_of([a["loss"] for a, _ in both], [b["loss"] for _, b in both])
-                clean[name] = sum(a["clean"] for a, _ in both) / len(both)
-    lines = [
-        "| setting | method | loss beside random rows | rows without noise | seeds | p |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, ratio in holm(ratios).items():
-        shown = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-        lines.append(f"| {name} | {shown} | {clean[name]:.2f} | {ratio.n} | {ratio.p:.4f} |")
-    return "\n".join(lines)
+                ratios[setting, method] = ratio_of([a["loss"] for a, _ in both], [b["loss"] for _, b in both])
+                clean[setting, method] = sum(a["clean"] for a, _ in both) / len(both)
+    return [[*name, f"{clean[name]:.2f}", *shown(ratio)] for name, ratio in holm(ratios).items()]
+
+
+def shown(ratio: Estimate) -> list[str]:
+    """Return a ratio with its interval, p and the number of seeds."""
+    p = "< 0.001" if ratio.p < 0.0005 else f"{ratio.p:.3f}"
+    return [f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})", p, str(ratio.n)]
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ import platform
 import re
 import string
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 FILE = Path(__file__).parent / "records" / "figures.json"
@@ -168,6 +169,43 @@ def here() -> dict[str, object]:
         "machine": f"{os.cpu_count()} CPUs, {models[0] if models else platform.processor() or platform.machine()}",
         "threads": int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
     }
+
+
+def record_table(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the records of a table into figures.json. A row whose figures are the same keeps its date."""
+    source = json.loads(FILE.read_text("utf-8"))
+    now = here()
+    source["environments"][name] = {key: now[key] for key in ("versions", "machine")}
+    source["tables"][name] = list(columns)
+    before = source["records"]
+    known = {one["id"]: one for one in before}
+    new = [known[one["id"]] if known.get(one["id"], {}).get("figures") == one["figures"] else one for one in rows]
+    others = [one for one in before if one.get("table") != name]
+    place = next((i for i, one in enumerate(before) if one.get("table") == name), len(before))
+    source["records"] = others[:place] + new + others[place:]
+    FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print("To update the documents, run: python -m benchmarks.figures --write")
+
+
+def record_ratios(name: str, command: str, cells: Sequence[Sequence[str]], columns: Sequence[str]) -> None:
+    """Write a table of ratios into figures.json. The first two cells of a row are its name."""
+    rows = []
+    for row in cells:
+        *words, ratio, p, seeds = row
+        rows.append(
+            {
+                "id": "/".join((name, *words[:2])),
+                "table": name,
+                "command": command,
+                "unit": "ratio of losses, geometric mean over seeds, 95 % interval",
+                "figures": {"ratio": ratio, "p": p},
+                "cells": [*words, "{ratio}", "{p}", seeds],
+                "date": here()["date"],
+                "threads": 1,
+                "environment": name,
+            }
+        )
+    record_table(name, columns, rows)
 
 
 def main() -> int:

@@ -1000,23 +1000,6 @@ def kept_few(
     return records
 
 
-def record(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows of a table into figures.json, from which ``benchmarks.figures`` writes the documents."""
-    source = json.loads(figures.FILE.read_text("utf-8"))
-    now = figures.here()
-    source["environments"][name] = {key: now[key] for key in ("versions", "machine")}
-    source["tables"][name] = _COLUMNS[name]
-    before = source["records"]
-    known = {one["id"]: one for one in before}
-    # A row whose figures are the same keeps its date.
-    new = [known[one["id"]] if known.get(one["id"], {}).get("figures") == one["figures"] else one for one in rows]
-    others = [one for one in before if one.get("table") != name]
-    place = next((i for i, one in enumerate(before) if one.get("table") == name), len(before))
-    source["records"] = others[:place] + new + others[place:]
-    figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print("To update the documents, run: python -m benchmarks.figures --write")
-
-
 def _words(arm: Arm) -> str:
     return f"{arm.task} {arm.name} {arm.group}"
 
@@ -1051,9 +1034,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one in (found, adapted, few):
         print("\n".join(lines({key: estimate for key, estimate in one.items() if key[:2] in shown})))
     if given.record:
-        record("quality", kept(found))
-        record("adapter_starts", kept(adapted, "adapter_starts"))
-        record("few_steps", kept_few(few, ARMS, rows))
+        figures.record_table("quality", _COLUMNS["quality"], kept(found))
+        figures.record_table("adapter_starts", _COLUMNS["adapter_starts"], kept(adapted, "adapter_starts"))
+        figures.record_table("few_steps", _COLUMNS["few_steps"], kept_few(few, ARMS, rows))
     return 0
 
 

@@ -252,7 +252,8 @@ def record(results: dict[tuple[str, str], dict[str, Any]]) -> None:
     source = json.loads(figures.FILE.read_text("utf-8"))
     environment = f"techniques/{now['date']}"
     source["environments"][environment] = {key: now[key] for key in ("versions", "machine")}
-    rows = {record["technique"]: record for record in source["records"] if record.get("table") == "techniques"}
+    kept_rows = [record for record in source["records"] if record.get("table") == "techniques"]
+    rows = {record["id"].removeprefix("techniques/"): record for record in kept_rows}
     common = {"table": "techniques", "command": COMMAND, "date": now["date"], "threads": 1, "environment": environment}
     for name in measured_names(results):
         found = cells(name, results)
@@ -261,11 +262,14 @@ def record(results: dict[tuple[str, str], dict[str, Any]]) -> None:
         shown = next((setting.shown for setting in settings if setting), "")
         rows[name] = {
             "id": f"techniques/{name}",
-            "technique": name,
+            "technique": name.partition(" ")[0],
             **common,
             "unit": "with it / without it, on GPT / DiT / ResNet; '-': refused, or nothing there",
             "figures": found,
-            "cells": [f"`{name}`" + (f" ({shown})" if shown else ""), *(f"{{{kind}}}" for kind in found)],
+            "cells": [
+                f"`{name.partition(' ')[0]}`" + (f" ({shown})" if shown else ""),
+                *(f"{{{kind}}}" for kind in found),
+            ],
         }
     for name, reason in ELSEWHERE.items():
         rows[name] = {

@@ -316,7 +316,7 @@ def test_the_plan_names_every_callback_every_benchmark_and_what_no_machine_of_on
     no_benchmarks = {"clock", "step_clock", "ladder_gpu", "figures"}
     no_benchmarks |= {"techniques", "technique_runs", "cpu_throughput", "adapters", "tune"}  # of CPUs
     no_benchmarks |= {"trust", "mutations", "warm_checks", "quality", "scaling", "real_size", "width_transfer"}
-    no_benchmarks |= {"plan_cells", "plan_truth", "data_selection"}  # parts, and what chooses rows
+    no_benchmarks |= {"plan_cells", "plan_truth", "data_selection", "merging"}  # parts, and what trains small networks
     no_benchmarks |= {
         "plan_published",
         "plan_70b",
