@@ -115,13 +115,12 @@ def _gpt() -> L.LightningModule:
     return le.LanguageModeling(shape, learning_rate=2e-3, warmup_steps=0)
 
 
-def experts(implementation: str = "grouped_mm") -> L.LightningModule:
+def experts() -> L.LightningModule:
     """Return a Qwen3-MoE as large as the GPT, without a balancing loss."""
     fields = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}
     fields |= {"num_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False, "model_type": "qwen3_moe"}
-    shape = le.CausalLMConfig(config_fields={**fields, "experts_implementation": implementation})
-    return le.LanguageModeling(shape, learning_rate=2e-3, warmup_steps=0)
+    return le.LanguageModeling(le.CausalLMConfig(config_fields=fields), learning_rate=2e-3, warmup_steps=0)
 
 
 def _dit() -> L.LightningModule:

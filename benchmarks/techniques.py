@@ -74,7 +74,7 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("Compile", ""): Setting(lambda: [le.Compile()], traced=False),
     ("EMA", ""): with_callback("EMA", decay=0.99),
     ("ExpertsBackend", "GPT"): Setting(
-        lambda: [le.ExpertsBackend()], module=partial(experts, "eager"), shown="Qwen3-MoE, beside its loop over experts"
+        lambda: [le.ExpertsBackend("eager")], module=experts, shown="eager, Qwen3-MoE, beside its own grouped product"
     ),
     ("FusedAdamW", ""): stepped("FusedAdamW", lr=2e-3),
     ("GroupedAdafactor", ""): stepped("GroupedAdafactor", lr=1e-2),
