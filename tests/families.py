@@ -199,8 +199,19 @@ def row(family: str, found: dict[str, str]) -> str:
 
 
 def reasons(family: str, found: dict[str, str]) -> list[str]:
-    """Return a line for each column in which a family is refused."""
-    return [f"- `{family}`, {column}: {reason}." for column, reason in found.items() if reason]
+    """Return the reason for each column in which a family is refused, in words that fit all families with it."""
+    same = {column: reason.replace(f"this one is {family}", "this one is another") for column, reason in found.items()}
+    same = {column: re.sub(r"\b\w+For(CausalLM)\b", r"...For\1", reason) for column, reason in same.items()}
+    return [f"{column}: {reason}." for column, reason in same.items() if reason]
+
+
+def with_families(refused: dict[str, list[str]]) -> list[str]:
+    """Return a line for each reason, with the families that have it. ``refused`` holds the reasons of each family."""
+    having: dict[str, list[str]] = {}
+    for family, own in refused.items():
+        for reason in own:
+            having.setdefault(reason, []).append(f"`{family}`")
+    return [f"- {reason} Refused: {', '.join(families)}." for reason, families in having.items()]
 
 
 def document() -> str:
@@ -212,6 +223,6 @@ def document() -> str:
         f"| --- |{' --- |' * len(COLUMNS)}",
         *(row(family, one) for family, one in found.items()),
         "",
-        *(line for family, one in found.items() for line in reasons(family, one)),
+        *with_families({family: reasons(family, one) for family, one in found.items()}),
     ]
     return before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1]

@@ -340,7 +340,7 @@ def _stored(spec: DiffusersModelConfig) -> dict[str, Any]:
         subfolder = f"subfolder: {spec.subfolder}"
         hint = subfolder if spec.subfolder else f"a pipeline's folder needs {subfolder}vae, unet or transformer"
         raise ConfigurationError(
-            f"{_OWNER}: {spec.described!r} has no config.json that can be read ({hint}): "
+            f"{_OWNER}: name_or_path: {spec.described!r} has no config.json that can be read ({hint}): "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
     return dict(fields)
