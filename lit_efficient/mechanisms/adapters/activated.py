@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_efficient.errors import ConfigurationError
@@ -45,6 +46,7 @@ class Invocation:
         self.inside = False  # the network runs
         self.masks = 0  # different masks since blocks were recomputed last
         self.recomputed = True
+        self.trained = False  # a batch has been searched in training
 
     def follow(self, network: nn.Module) -> None:
         """Read the ids of each batch of a network of transformers."""
@@ -65,6 +67,14 @@ class Invocation:
                 "rows whose beginnings are in a cache. Generate without a cache"
             )
         mask = activated(ids, self.tokens)
+        if network.training and torch.is_grad_enabled() and not self.trained:
+            self.trained = True
+            if not mask.any():  # most often the ids are those of the text in another context
+                rank_zero_warn(
+                    f"LoRA: no row of the first batch has invocation_tokens={[*self.tokens]}, and rows without them do "
+                    "not train the adapter. Compare them with the ids of the tokenizer in the chat template, and raise "
+                    "max_length if rows are cut before them"
+                )
         if torch.is_grad_enabled() and self.recomputed:  # the previous backward pass is over
             self.masks = 1
             self.recomputed = False

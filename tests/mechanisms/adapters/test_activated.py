@@ -130,6 +130,14 @@ def test_a_run_resumes_exactly_and_its_export_computes_the_same_in_peft(tmp_path
         merge_adapters(module)
 
 
+def test_a_first_batch_without_the_invocation_is_reported() -> None:
+    trainer = L.Trainer(callbacks=[LoRA(rank=2, variant="alora", invocation_tokens=[9, 9])], max_steps=2, **QUIET)
+    with pytest.warns(UserWarning, match=r"no row of the first batch has invocation_tokens=\[9, 9\], and rows") as seen:
+        trainer.fit(module := Task(), DataLoader(IDS, batch_size=2))
+    assert sum("invocation" in str(one.message) for one in seen) == 1
+    assert not any(p.any() for name, p in module.named_parameters() if name.endswith("lora_B"))
+
+
 def test_what_cannot_be_activated_is_refused() -> None:
     def technique(**arguments: Any) -> LoRA:
         return LoRA(rank=2, variant="alora", invocation_tokens=TOKENS, **arguments)
