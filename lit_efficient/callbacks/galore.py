@@ -3,7 +3,8 @@
     B <- first r singular vectors of G, every T steps;    step = Adam(B^T G);    W <- W - lr (scale B step + decay W)
         for G [m, n] with m < n; else G B and step B^T
 
-Q-GaLore stores B in 4 bits, and doubles T for each matrix whose strongest direction stays.
+Q-GaLore stores B in 4 bits, and doubles T for each matrix whose strongest direction stays. Its weights in INT8 are not
+supported; ``precision: bf16-true`` with ``StochasticRounding`` trains weights in bfloat16.
 
 Saves: AdamW's states of a matrix [m, n], m <= n: from 2 m n numbers to 2 r n + m r; with r = m / 4 from 8 to 3 bytes
 Costs: two products with the basis per step, a decomposition every T steps; another learning rate, about 10 times

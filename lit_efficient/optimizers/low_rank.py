@@ -17,6 +17,7 @@ from lit_efficient.application.optimizers import optimized_by
 from lit_efficient.declaration import Report, format_bytes, held
 from lit_efficient.errors import ConfigurationError, ConflictError, NoEffectError, check_installed
 from lit_efficient.internals.import_noise import silence_imports
+from lit_efficient.internals.torch_shards import is_wrapper
 from lit_efficient.mechanisms.adapters.targets import ALL_LINEAR, WITH_EXPERTS, find_experts, find_targets
 from lit_efficient.optimizers.low_rank_adamw import LowRankAdamW, Subspace, as_matrices
 from lit_efficient.surgery import become, is_sharded
@@ -186,8 +187,24 @@ def _check(optimizer: Optimizer, who: str) -> None:
         for flag in ("amsgrad", "maximize"):
             if group.get(flag):
                 raise ConfigurationError(f"{who}: {kind.__name__}({flag}=True) has no low-rank form; leave {flag} out")
+        for p in filter(_cannot_be_stepped, group["params"]):
+            raise ConfigurationError(
+                f"{who}: weights of the class {type(p).__name__} lack operations of AdamW. Q-GaLore's INT8 weights are "
+                "not supported: leave the weights in floats, or use precision: bf16-true with StochasticRounding"
+            )
         if any(map(is_sharded, group["params"])):
             raise ConflictError(
                 f"{who} projects whole gradients, but these parameters are sharded (DTensors): use "
                 "strategy='ddp', or LowBitOptimizer instead"
             )
+
+
+def _cannot_be_stepped(p: Tensor) -> bool:
+    """Return whether a parameter that trains is a tensor of another library that cannot be multiplied in place."""
+    if not p.requires_grad or not is_wrapper(p):
+        return False
+    try:
+        p.detach().clone().mul_(1)
+    except NotImplementedError:
+        return True
+    return False

@@ -109,6 +109,26 @@ def test_sharded_and_flattened_parameters_are_refused_before_the_run() -> None:
                 technique.check(SimpleNamespace(strategy=strategy), Toy())
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_int8_weights_of_torchao_are_refused_unless_they_are_frozen(trains: bool) -> None:
+    from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
+
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    codes = Int8QuantizedTrainingLinearWeight.from_float(module[0].weight)
+    module[0].weight = nn.Parameter(codes, requires_grad=trains)
+    if trains:
+        message = (
+            "GaLore: weights of the class Int8QuantizedTrainingLinearWeight lack .* INT8 weights are not supported"
+        )
+        with pytest.raises(ConfigurationError, match=message):
+            rewritten(module, GaLore(rank=4, targets=["1"]))
+        return
+    optimizer, _ = rewritten(module, GaLore(rank=4, targets=["1"]))
+    module(torch.randn(3, 16)).sum().backward()
+    optimizer.step()
+    assert "projector" in optimizer.state[module[1].weight]
+
+
 def test_beside_bf16_mixed_clipping_and_accumulation_it_trains() -> None:
     module = Toy()
     run = {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
