@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
-from lit_efficient.errors import check_choice, refusal
+from lit_efficient.errors import ConfigurationError, check_choice, refusal
 from lit_efficient.losses.diffusion import Prediction
 from lit_efficient.losses.diffusion_sampling import Sampler
 from lit_efficient.losses.named_schedulers import options_from
@@ -89,10 +89,13 @@ class PipelineSettings:
 
     def sampler(self, given: str | Sampler | dict[str, Any], process: DiffusionProcess) -> Sampler:
         """Return the sampler, with the shift of its times, the condition of an empty prompt and the class's options."""
-        if isinstance(given, Sampler):
-            value = given
-        else:
-            value = Sampler(**given) if isinstance(given, dict) else Sampler(given)
+        try:
+            if isinstance(given, Sampler):
+                value = given
+            else:
+                value = Sampler(**given) if isinstance(given, dict) else Sampler(given)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"sampler: {error}") from error
         if value.names_class and self.meaning is not None:
             value = replace(
                 value, options=options_from(self.meaning.scheduler_fields, value.name) | (value.options or {})

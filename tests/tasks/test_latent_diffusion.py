@@ -230,7 +230,7 @@ def test_shapes_and_classes_must_be_the_datas(tmp_path):
         ),
         ({"timestep_sampling": "beta"}, "timestep_sampling must be one of uniform, logit_normal, mode, .*, got 'beta'"),
         ({"timestep_sampling": "log_normal"}, "schedule must be edm for log_normal noise levels, got 'flow'"),
-        ({"sampler": "plms"}, "name must be one of builtin, ddim, .*, got 'plms'"),
+        ({"sampler": "plms"}, "sampler: Sampler: name must be one of builtin, ddim, .*, got 'plms'"),
         ({"sampler": "ddim", "schedule": "linear", "sampling_steps": 3}, "sampling_steps must be a divisor of 1000"),
         ({"sampler": "ddim", "prediction": "eps"}, "name must be builtin for prediction 'eps' on 'flow'"),
         (
