@@ -60,6 +60,8 @@ RIGHT: dict[str, str] = {
     r"\.(subfolder|template|nvme_path):word": "looked for where it is used",
     r"data\.init_args\.num_classes:zero": "of labels that the data has",
     r"data\.init_args\.fields\.\w+:word": "a column, of which the data knows",
+    r"images\.init_args\.train\.0\.(images|condition):word": "a folder, which is looked for with the data",
+    r"images\.init_args\.val_fraction:zero": "no images are held out",
     r"\.beta:zero": "SelectiveBackprop chooses by chance alone then",
     r"latent_alignment:.*\.weight:zero": "the distance is measured, and adds nothing",
     r"\.default_root_dir:word": "a folder, which is made",

@@ -299,7 +299,8 @@ def _check_spec(lines: Mapping[str, int], values: Mapping[str, yaml.Node], slot:
     arguments = values.get("init_args")
     is_null = isinstance(arguments, yaml.ScalarNode) and arguments.value in _NULL and "class_path" in lines and slot
     if not isinstance(arguments, yaml.MappingNode | None) and not is_null:
-        raise yaml.YAMLError(f"init_args in line {lines['init_args']} is no mapping of names to values")
+        owner = f" of {values['class_path'].value}" if "class_path" in values else ""
+        raise yaml.YAMLError(f"init_args{owner} in line {lines['init_args']} is no mapping of names to values")
 
 
 def _is_meant_for_spec(name: str, lines: Mapping[str, int], slot: str) -> bool:

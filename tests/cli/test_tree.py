@@ -204,6 +204,6 @@ def test_a_list_of_loggers_replaces_lightnings_own() -> None:
 
 def test_arguments_of_a_class_are_no_null_below_another_argument() -> None:
     class_alone = "class_path: DiffusersModelConfig, init_args: null"
-    with pytest.raises(yaml.YAMLError, match="init_args in line 1 is no mapping of names to values"):
+    with pytest.raises(yaml.YAMLError, match="init_args of DiffusersModelConfig in line 1 is no mapping of names"):
         read_text(f"data: {{class_path: LatentData, init_args: {{autoencoder: {{{class_alone}}}}}}}")
     assert read_text("trainer: {callbacks: [{class_path: EMA, init_args: null}]}")
