@@ -109,7 +109,7 @@ SETTINGS: dict[tuple[str, str], Setting] = {
     ("QuantizeBase of experts", "GPT"): Setting(
         lambda: [le.QuantizeBase(experts=True), le.LoRA(rank=8, targets="all-linear+experts")],
         module=experts,
-        shown="Qwen3-MoE, nf4, with LoRA(rank=8)",
+        shown="experts, Qwen3-MoE, nf4, with LoRA(rank=8)",
     ),
     ("LoRA", ""): with_callback("LoRA", rank=8),
     ("LoRA", "ResNet"): with_callback("LoRA", rank=8, targets=[r".*conv\d"]),
@@ -280,8 +280,10 @@ def record(results: dict[tuple[str, str], dict[str, Any]]) -> None:
             "figures": {"reason": reason},
             "cells": [f"`{name}`", "{reason}", *[""] * (len(COLUMNS) - 1)],
         }
-    kept = [record for record in source["records"] if record.get("table") != "techniques"]
-    source["records"] = [*kept, *(rows[name] for name in sorted(rows))]
+    before = source["records"]
+    kept = [record for record in before if record.get("table") != "techniques"]
+    place = next((i for i, record in enumerate(before) if record.get("table") == "techniques"), len(before))
+    source["records"] = [*kept[:place], *(rows[name] for name in sorted(rows)), *kept[place:]]
     figures.FILE.write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
