@@ -34,7 +34,8 @@ class MultiTokenPrediction(Alignment):
     and head with the network, which may be this package's GPT or a causal model of transformers. Targets are the labels
     of the batch. In a batch without labels they are the tokens that ``attention_mask`` does not leave out. Documents of
     packed rows are separated by ``position_ids``, and padding on the left by ``attention_mask``. Exports and validation
-    are those of the network alone.
+    are those of the network alone. `TokenWeightedAccumulation` weighs the second loss of a micro-batch by the number of
+    its first targets, which is nearly that of the second ones.
 
     Args:
         weight: Weight of the second loss, above 0; DeepSeek-V3 uses 0.3, and 0.1 at the end.
