@@ -42,7 +42,7 @@ BASES = {
     "bare": ("exact_resume", "fast_matmul"),
 }
 # Keys that people name themselves: of them none is the nearest.
-FREE = re.compile(r"FeatureMatching\.layers\.|layers\.blocks")
+FREE = re.compile(r"FeatureMatching\.layers\.|layers\.blocks|\.rates\.")
 
 # Values that are as unusual as right: what the name of a case ends with, and why it is right.
 RIGHT: dict[str, str] = {
@@ -61,6 +61,8 @@ RIGHT: dict[str, str] = {
     r"data\.init_args\.num_classes:zero": "of labels that the data has",
     r"data\.init_args\.fields\.\w+:word": "a column, of which the data knows",
     r"images\.init_args\.train\.0\.(images|condition):word": "a folder, which is looked for with the data",
+    r"images\.init_args\.train\.0\.prompt:word": "any text",
+    r"\.(teacher_guidance|loss\.average|loss\.huber):zero": "none of it",
     r"images\.init_args\.val_fraction:zero": "no images are held out",
     r"\.beta:zero": "SelectiveBackprop chooses by chance alone then",
     r"latent_alignment:.*\.weight:zero": "the distance is measured, and adds nothing",
@@ -80,6 +82,7 @@ FOLLOWS: dict[str, str] = {
     r"\.(in|out|latent)_channels:(zero|huge|nan)|_block_types:empty": "the decoder must undo the encoder",
     r"autoencoder\.latent_channels:huge": "their channels must agree",
     r"\.image_size:huge": "backbone.size must be",
+    r"\.text_training:null": "LoRA: targets: the pattern",  # of layers of the text encoders, which do not train then
 }
 
 
@@ -358,12 +361,12 @@ def _tried_key(case: str, folder: Path, ask: Any) -> str:
         if any(re.search(f"{pattern}$", case) for pattern in RIGHT):
             return ""
         return f"accepted: {key}: {_at(tree, path)!r}" if kind not in ("typo", "twice", "init_arg") else "accepted"
-    if kind == "huge" and code == 3 and "out of memory" in error(text):  # which it is
+    if kind == "huge" and code == 3 and re.search("out of memory|does not fit into memory", error(text)):  # which it is
         return refusal(2, text)
     wanted = [str(path[-2]) if FREE.search(case) and kind in ("type", "null", "word") else key]
     if kind in ("typo", "init_arg"):
         misspelt = "init_arg" if kind == "init_arg" else _misspelt(key)
-        near = re.search(rf"(did you mean '([\w.]+\.)?|near ones: ){re.escape(key)}\b", text)
+        near = re.search(rf"(did you mean '([\w.]+\.)?|similar fields: ([\w]+, )*){re.escape(key)}\b", text)
         if not near and not FREE.search(case):
             return refusal(code, text, misspelt, f"did you mean {key!r}")
         wanted = [misspelt]

@@ -290,6 +290,8 @@ class LoRA(AdapterTechnique):
         settings = {name: self._settings(name) for name, _ in targets}
         self._check_targets(targets, experts, others, weights_wait(module), settings)
         self._check_patterns(settings)
+        for pattern in self.rates or ():  # here as well as for the optimizer, so that `check` finds it
+            match_modules(module, [pattern], who="LoRA: rates")
         for part in module.modules():
             if is_bitsandbytes(part):
                 # Imported here because bitsandbytes is optional. The layer may be one that transformers has built.

@@ -260,6 +260,7 @@ def test_the_head_of_our_own_network_gets_no_adapter_either(tied: bool) -> None:
             {"patterns": {"stem": {"rank": 1}, "q_proj": {"rank": 2}}},
             "patterns: 'q_proj' matches none of the layers with",
         ),
+        ({"rates": {"stem": 2.0, "text_ntworks": 0.5}}, "LoRA: rates: the pattern 'text_ntworks' matches none"),
     ],
 )
 def test_bad_targets_are_refused_before_anything_changes(arguments: dict[str, Any], message: str) -> None:
