@@ -227,6 +227,8 @@ class LoRA(AdapterTechnique):
         self.invocation_tokens = invocation_tokens
         self._batches = start_rounds or 16  # from which the variants of FROM_DATA start
         self._started = False  # the initial values have been computed from data
+        if variant in FROM_DATA:
+            self.traits = self.traits | {Trait.NEEDS_ALL_GRADIENTS}
         if variant == FROM_ROUNDING:
             self.traits = self.traits - {Trait.READS_NO_WEIGHTS}
         self._capacity_reported = False

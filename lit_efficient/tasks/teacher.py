@@ -166,8 +166,11 @@ class TeacherSource:
         with own_draws():
             if self.checkpoint is not None:
                 return FrozenNetwork(load_language_model(self.checkpoint)[0].network)
-            network = causal_lm.build_empty(self.config) if empty else None
-            return FrozenNetwork(network or causal_lm.build(self.config))
+            try:
+                network = causal_lm.build_empty(self.config) if empty else None
+                return FrozenNetwork(network or causal_lm.build(self.config))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{self.owner}: {error}") from error
 
     def digest(self) -> str:
         """Return a hash of everything that determines the teacher's outputs: its files and its config."""

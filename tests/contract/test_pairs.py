@@ -9,13 +9,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import pytest
 from lightning.pytorch import Callback
 
+from lit_efficient import ConfigurationError, ConflictError, GaLore, LoRA, MixtureOfExperts, QuantizeBase
 from lit_efficient.declaration import Declaration, Hooks
 from lit_efficient.technique import PrecisionTechnique, Technique
 from lit_efficient.testing import check_resumes
+from tests.contract.row import Row
 from tests.contract.table import CASES, NAMES, allowed, case
 from tests.turns import commit
 
@@ -30,6 +35,7 @@ ALONE = {"PeftAdapter", "QuantizeBase"}  # which refuse each other in networks o
 IN_PAIRS = {"ExpertsBackend", "LossFreeBalancing", "MultiTokenPrediction"}
 IN_PAIRS_SHARE = 5
 # What nearly all define, to say what they are or to clean up; the order of two of these cannot matter.
+STARTS = ("pissa", "olora", "eva", "corda", "lora_ga", "lora_fa")  # of LoRA
 COMMON = {"arguments", "check", "describe", "on_exception", "on_fit_start", "record", "setup", "__init__", "teardown"}
 
 
@@ -102,6 +108,41 @@ def pytest_generate_tests(metafunc: Any) -> None:
 
 def test_all_effects_hold_and_the_run_resumes(names: tuple[str, ...]) -> None:
     check_resumes(case(*names))
+
+
+@functools.cache
+def options() -> dict[str, tuple[str, Row]]:
+    """Options whose mechanism is not that of the technique's row: the technique, and its row with the option."""
+    starts = {f"LoRA {one}": ("LoRA", partial(LoRA, 2, variant=one), {}) for one in STARTS}
+    others = {
+        "LoRA of experts": ("LoRA", partial(LoRA, 2, targets="all-linear+experts"), {"experts": True}),
+        "QuantizeBase of experts": ("QuantizeBase", partial(QuantizeBase, experts=True), {"experts": True}),
+        "GaLore with a basis in 4 bits": ("GaLore", partial(GaLore, 2, basis_bits=4), {"effect": lambda run: None}),
+        "MixtureOfExperts with a bias": (
+            "MixtureOfExperts",
+            partial(MixtureOfExperts, 4, 1, balance_loss=0.0, bias_rate=0.1),
+            {"effect": lambda run: None},  # that of the row is for its own arguments
+        ),
+    }
+    made = {**starts, **others}
+    return {key: (name, replace(CASES[name], make=make, beside={}, **how)) for key, (name, make, how) in made.items()}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("other", NAMES)
+@pytest.mark.parametrize("option", [*options()])
+def test_an_option_beside_each_technique_resumes_or_is_refused(
+    option: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, row = options()[option]
+    monkeypatch.setitem(CASES, name, row)
+    if other == name or not allowed(name, other):
+        return
+    try:
+        check_resumes(case(name, other))
+    except (ConfigurationError, ConflictError) as refused:
+        if not str(refused).startswith((name, other)):
+            raise
 
 
 def test_each_pair_has_its_turn() -> None:

@@ -196,7 +196,12 @@ class Statistics:
 
 
 def _with_name(hook: Callable[[str, Tensor, Tensor], None], name: str) -> Callable[..., None]:
-    def call(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def call(layer: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
+        if not isinstance(output, Tensor):  # logits that a chunked loss computes later
+            raise ConfigurationError(
+                f"LoRA: {name!r} is the head, whose logits ChunkedCrossEntropy computes in chunks, so that its adapter "
+                "cannot start from inputs and gradients. Leave the head out of targets, or use another variant"
+            )
         hook(name, args[0], output)
 
     return call
