@@ -42,7 +42,7 @@ BASES = {
     "bare": ("exact_resume", "fast_matmul"),
 }
 # Keys that people name themselves: of them none is the nearest.
-FREE = re.compile(r"FeatureMatching\.layers\.|layers\.blocks|\.rates\.")
+FREE = re.compile(r"FeatureMatching\.layers\.|layers\.blocks|\.rates\.|\.tokens\.<")
 
 # Values that are as unusual as right: what the name of a case ends with, and why it is right.
 RIGHT: dict[str, str] = {
@@ -64,7 +64,14 @@ RIGHT: dict[str, str] = {
     r"images\.init_args\.train\.0\.prompt:word": "any text",
     r"\.(teacher_guidance|loss\.average|loss\.huber|share):zero": "none of it",
     r"\.(processor|experiment_name|tracking_uri):word": "a hub's name, or of what is made later",
-    r"images\.init_args\.val_fraction:zero": "no images are held out",
+    r"\.val_fraction:zero": "no rows are held out",
+    r"\.rates\.\w+:typo": "a part of the network that is built with the data, which `check` does not read",
+    r"self_flow:.*\.(decay|second_share):zero": "no average, no second time",
+    r"\.tokens\.<\w+>:(typo|word)": "a new token, and words that the tokenizer knows",
+    r"\.trigger:word": "any text",
+    r"\.answers\.(prompts|model):word": "looked for with the data",
+    r"\.least_reward:(negative|zero)": "a bound of any sign",
+    r"\.limit_val_batches:zero": "no validation",
     r"\.beta:zero": "SelectiveBackprop chooses by chance alone then",
     r"latent_alignment:.*\.weight:zero": "the distance is measured, and adds nothing",
     r"\.default_root_dir:word": "a folder, which is made",
