@@ -43,9 +43,9 @@ class Whole:
     result: Any
     files: set[str]
 
-    def first(self, pattern: str) -> int:
-        """Return the number of the change after the first one of a kind."""
-        return next(n for n, (_, what) in enumerate(self.changes) if re.search(pattern, what)) + 1
+    def first(self, pattern: str, times: int = 1) -> int:
+        """Return the number of the change after so many of a kind."""
+        return [n for n, (_, what) in enumerate(self.changes) if re.search(pattern, what)][times - 1] + 1
 
 
 def _watch(folder: str, journal: str, at: int, delay: float) -> None:
@@ -96,6 +96,7 @@ class Killed:
         again: Function that runs there after the kill.
         result: Function that returns the final content of the folder, for comparison.
         since: Pattern of changes that must precede a kill.
+        times: Number of such changes that must precede it.
         same: Function that compares two results.
     """
 
@@ -106,6 +107,7 @@ class Killed:
     since: str = ""
     shm: bool = False
     intact: Callable[[Path, Any], str] = lambda folder, result: ""
+    times: int = 1
 
     @contextlib.contextmanager
     def place(self) -> Iterator[Path]:
@@ -139,7 +141,7 @@ class Killed:
 
     def trial(self, whole: Whole, kind: str, share: float) -> str:
         """Kill the job at a share of its run, run it again, and compare the results."""
-        first = whole.first(self.since) if self.since else 0
+        first = whole.first(self.since, self.times) if self.since else 0
         with self.place() as folder:
             if kind == "time":
                 begin = whole.changes[first - 1][0] if first else 0.0

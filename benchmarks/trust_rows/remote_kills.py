@@ -118,8 +118,8 @@ def _fit(protocol: str, later: bool = False, shards: bool = False, victim: int |
     if victim is None:
         return fit
     own = {field.name: getattr(fit, field.name) for field in fields(fit)}
-    if victim:  # it uploads pieces alone: by its second the first checkpoint is whole
-        own["since"] = r"remote/last\.ckpt\..*\.distcp$"
+    if victim:  # it uploads pieces alone: by its third the first checkpoint is whole
+        own |= {"since": r"remote/last\.ckpt\..*\.distcp$", "times": 3}
     return KilledRank(**own, victim=victim)
 
 

@@ -175,8 +175,9 @@ def test_what_is_recorded_is_written_into_the_documents(tmp_path: Path, monkeypa
     rows = quality.records(file)
     few = quality.few_step_table(FEW_ARMS, rows)
     for _ in range(2):  # the same again takes its place
-        quality.record("quality", quality.kept(quality.table(ARMS, rows)))
-        quality.record("few_steps", quality.kept_few(few, FEW_ARMS, rows))
+        kept = {"quality": quality.kept(quality.table(ARMS, rows)), "few_steps": quality.kept_few(few, FEW_ARMS, rows)}
+        for name, table in kept.items():
+            quality.figures.record_table(name, quality._COLUMNS[name], table)
     source = json.loads((tmp_path / "figures.json").read_text("utf-8"))
     mine = {one["id"]: one["figures"] for one in source["records"][1:]}
     assert len(mine) == len(source["records"][1:])
