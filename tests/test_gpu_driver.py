@@ -253,6 +253,7 @@ def test_rungs_of_one_process_measure_what_they_measure_alone(tmp_path: Path) ->
     assert climbed("LoRA", "base", seconds="1") == {}
 
 
+@pytest.mark.turns(6, family="slow")
 def test_a_killed_call_takes_the_piece_under_way_with_it(drive: Any, tmp_path: Path) -> None:
     code = f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(60)"
     call = f"""

@@ -100,6 +100,7 @@ def test_gradients_are_those_of_the_plain_network(name: str) -> None:
     assert next(part._offload for part in ours.modules() if hasattr(part, "_offload")).bytes
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize(
     "techniques",
     [
@@ -232,6 +233,7 @@ def test_parameters_and_their_views_stay_and_hooks_around_get_them() -> None:
     assert weight.grad is not None
 
 
+@pytest.mark.turns(6, family="slow")
 def test_nothing_outlives_the_graph() -> None:
     saved: list[weakref.ref[Any]] = []
 

@@ -121,6 +121,7 @@ SETS = {
 }
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize("name", SETS)
 def test_gradients_weights_and_outputs_are_those_without_it(name: str) -> None:

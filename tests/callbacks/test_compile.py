@@ -241,6 +241,7 @@ def test_convolutions_with_channels_last_are_compiled() -> None:
     torch.testing.assert_close(weights(runs[1].lightning_module), weights(runs[0].lightning_module))
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")  # imported by inductor
 def test_inductor_compiles_blocks_that_train_alike() -> None:
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ def test_variances_are_those_of_the_schemes(scheme: str) -> None:
     assert float(weight.abs().max()) < (1.0 if scheme == "truncated_normal" else 10)
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_familys_residual_branches_are_known(family: str) -> None:
     network = decoder(family)

@@ -236,6 +236,7 @@ def bfloat16_curve(seed: int, *more: Technique) -> list[float]:
     return losses
 
 
+@pytest.mark.turns(6, family="slow")
 def test_all_weights_in_four_bytes_a_parameter_learn_alike() -> None:
     """The recipe for 24 GB: bfloat16 weights, one byte a moment, and gradients that are freed in the backward pass."""
     plain = torch.tensor([bfloat16_curve(seed) for seed in range(4)], dtype=torch.float64)

@@ -119,6 +119,7 @@ def fitted(model: Any, callbacks: list[Any]) -> Any:
 GPT = GPTConfig(16, dim=16, depth=1, num_heads=2, hidden_dim=32, max_length=16)
 
 
+@pytest.mark.turns(6, family="slow")
 def test_language_models_train_with_it_and_evaluate_and_export_without(tmp_path: Any) -> None:
     LlamaForCausalLM(
         LlamaConfig(

@@ -174,6 +174,7 @@ def test_help_lists_every_code(capsys):
     assert DivergedError.exit_code == 4
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize(
     ("limits", "said"),
     [

@@ -123,6 +123,7 @@ def test_what_fits_adds_up_and_the_largest_batch_is_found(capsys):
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["step.png", "tower.yaml"]  # and no run
 
 
+@pytest.mark.turns(6, family="slow")
 def test_a_batch_size_under_another_name_is_searched_by_its_argument(capsys):
     words = ["--device-memory", "200KiB", "--solve", "train_batch_size"]
     code, named = answer(capsys, *words)
@@ -168,6 +169,7 @@ def test_devices_have_what_the_strategy_keeps_there(capsys):
     assert whole["solve"]["peak"] == alone["plan"]["peak"] - 4 * PARAMETERS
 
 
+@pytest.mark.turns(6, family="slow")
 def test_strategies_are_sized_by_bytes_and_the_first_that_fits_is_a_config(capsys, tmp_path):
     code, whole = answer(capsys, "--device-memory", "1GiB", "--no_advice", "--devices", "8")
     assert code == 0
@@ -218,6 +220,7 @@ def test_a_search_whose_time_is_over_says_so(capsys, limit, code):
     assert "use a smaller model" not in text
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize(
     ("limit", "says"), [("200KiB", "the smallest plan so far fits"), ("1KiB", "no change that was")]
 )
@@ -268,6 +271,7 @@ def test_what_cannot_be_planned_is_refused_by_its_name(words, says, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_planned_for_where_its_memory_is_given(capsys):
     assert plan("--trainer.accelerator", "gpu", "--no_advice") == 2
@@ -285,6 +289,7 @@ def test_a_gpu_that_is_not_there_is_planned_for_where_its_memory_is_given(capsys
         assert ("For a GPU, add --trainer.accelerator gpu" in text) is hint
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without a GPU")
 @pytest.mark.parametrize(
     ("accelerator", "spare", "noted"), [("gpu", 1.05, True), ("gpu", 1.2, False), ("cpu", 1.05, False)]

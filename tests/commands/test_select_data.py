@@ -22,6 +22,7 @@ from tests.support import trainer
 TINY = GPTConfig(dim=16, depth=1, num_heads=2, hidden_dim=16, max_length=32)
 
 
+@pytest.mark.turns(6, family="slow")
 def test_influence_is_the_mean_cosine_of_adams_steps() -> None:
     torch.manual_seed(0)
     gradients, targets = torch.randn(3, 9000).double(), torch.randn(2, 9000).double()
@@ -79,6 +80,7 @@ def rows(path: Path) -> list[Any]:
     return [json.loads(line)["input_ids"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.turns(6, family="slow")
 def test_the_reducible_loss_selects_rows_and_the_overlay_trains_on_them(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

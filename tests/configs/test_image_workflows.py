@@ -85,6 +85,7 @@ def test_a_controlnet_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     diffusers.StableDiffusionXLControlNetPipeline.from_pretrained(local_name("tiny:sdxl"), controlnet=controlnet)
 
 
+@pytest.mark.turns(6, family="slow")
 def test_kontext(capsys: pytest.CaptureFixture[str]) -> None:
     folder = exported(capsys, "lora_flux", None, model={"image_condition": {"kind": "sequence"}}, train=PAIRS)
     theirs = diffusers.FluxKontextPipeline(**pipeline("flux").components)

@@ -43,6 +43,7 @@ def test_a_shape_has_the_published_number_of_parameters(name: str) -> None:
     assert sum(p.numel() for p in network.parameters()) == SHAPES[name]["parameters"]
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(one, id=label(one), marks=() if label(one) == FAST else pytest.mark.nightly) for one in KNOWN],

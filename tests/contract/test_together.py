@@ -98,6 +98,7 @@ def _go_on(folder: Path) -> None:
     assert_equal(torch.load(folder / "whole.pt", weights_only=True), run.state())
 
 
+@pytest.mark.turns(6, family="slow")
 def test_reports_reach_the_loggers_and_are_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger, one = CSVLogger(tmp_path), case(*TOGETHER)
     with caplog.at_level("INFO"):

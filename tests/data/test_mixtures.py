@@ -211,6 +211,7 @@ def test_every_row_is_read_over_the_epochs_of_a_schedule() -> None:
         assert sum(counts) == pytest.approx(3 * size, rel=0.2)  # epochs have one length, sources have two
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize(("by", "workers"), [("rows", 0), ("tokens", 0), ("rows", 2)])
 def test_a_schedule_moves_the_shares_of_a_stream(tmp_path: Path, by: Any, workers: int) -> None:
     stream = LanguageStream(enabled=True, epoch_batches=480, buffer=20)

@@ -137,6 +137,7 @@ def test_quantised_weights_count_as_floats(make: Callable[[], L.LightningModule]
     assert codes.kinds["weights"] < dense.kinds["weights"]
 
 
+@pytest.mark.turns(6, family="slow")
 def test_a_plan_changes_nothing() -> None:
     trainer, module, data = fits(resnet(), [le.EMA()])
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -246,6 +247,7 @@ def test_a_plan_for_cuda_keeps_what_its_kernels_keep() -> None:
     assert two - one == norms + attention + gates
 
 
+@pytest.mark.turns(6, family="slow")
 def test_data_with_fewer_batches_than_a_step_is_planned_as_enough_data() -> None:
     def planned(batch_size: int, **options: Any) -> Any:
         trainer, module, _ = fits(gpt(), [], accumulate_grad_batches=8, max_epochs=1, **options)

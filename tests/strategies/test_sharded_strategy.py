@@ -61,6 +61,7 @@ def as_one_process(names: tuple[str, ...], folder: Path) -> dict[str, str]:
     return said
 
 
+@pytest.mark.turns(6, family="slow")
 def test_two_processes_train_as_one_does_and_resume_to_the_bit(tmp_path: Path) -> None:
     run_ranks(sharded.techniques, tmp_path, FIRST)
     assert set(as_one_process(FIRST, tmp_path).values()) == {"works"}

@@ -457,6 +457,7 @@ def test_webdataset_reads_the_same_images(tmp_path: Path) -> None:
     assert len(ours) == COUNT
 
 
+@pytest.mark.turns(6, family="slow")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
