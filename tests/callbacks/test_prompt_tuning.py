@@ -31,7 +31,12 @@ def trains_virtual_tokens_alone(run: Run) -> None:
     effects.assert_base_is_frozen(run, r"prompt_tuning\.")
 
 
-ROW = Row(lambda: PromptTuning(3, init_tokens=[1, 5]), trains_virtual_tokens_alone, network=AttentionNet)
+ROW = Row(
+    lambda: PromptTuning(3, init_tokens=[1, 5]),
+    trains_virtual_tokens_alone,
+    network=AttentionNet,
+    beside={"LowBitOptimizer": lambda: PromptTuning(32, init_tokens=[1, 5])},  # fewer cost more in 8 bits
+)
 
 
 def moved(root: Any, seed: int = 3) -> torch.Tensor:

@@ -192,10 +192,11 @@ CASES: dict[str, Row] = {
         effects.rate_is_the_suggested_one,
         lambda: _lr_finder(apply=False),
         # LabelSmoothing's best loss is a number, which logits that explode have no digits for. The few parameters of a
-        # prefix improve up to high rates. NEFTune's noise on the loss needs more steps.
+        # prefix improve up to high rates. NEFTune's noise on the loss and WidthTransfer's small rates need more steps.
         beside={
             "LabelSmoothing": lambda: _lr_finder(max_lr=0.1),
             "NEFTune": lambda: _lr_finder(num_steps=60),
+            "WidthTransfer": lambda: _lr_finder(num_steps=60),
             "PrefixTuning": lambda: _lr_finder(max_lr=300.0),
         },
     ),
