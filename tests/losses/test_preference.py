@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.preference import (
     dpo_loss,
+    kto_loss,
     log1mexp,
     orpo_loss,
     reward_loss,
@@ -155,3 +156,13 @@ def test_an_offset_moves_the_difference_of_rewards() -> None:
 def test_bad_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         call(_vector(-1.0))
+
+
+def test_kto_pulls_good_answers_up_and_bad_ones_down_with_their_weights() -> None:
+    """w (1 - sigmoid(beta (r - k))) for good answers, and w (1 - sigmoid(beta (k - r))) for bad ones."""
+    ratios = torch.tensor([1.2, -0.3, 1.2, -0.3], dtype=torch.float64)
+    good = torch.tensor([True, True, False, False])
+    found = kto_loss(ratios, good, beta=0.5, kl=torch.tensor(0.4), desirable_weight=1.5, undesirable_weight=0.7)
+    expected = [1.5 / (1 + math.exp(0.5 * (r - 0.4))) for r in (1.2, -0.3)]
+    expected += [0.7 / (1 + math.exp(0.5 * (0.4 - r))) for r in (1.2, -0.3)]
+    assert found.tolist() == pytest.approx(expected)

@@ -5,7 +5,14 @@ import torch
 
 from lit_efficient.errors import ConfigurationError
 from lit_efficient.losses.noise_process import T_RANGE, DiffusionProcess
-from lit_efficient.losses.timesteps import TimestepSampling, on_latents, sample_timesteps, shift_times, token_times
+from lit_efficient.losses.timesteps import (
+    ResolutionShift,
+    TimestepSampling,
+    on_latents,
+    sample_timesteps,
+    shift_times,
+    token_times,
+)
 
 COUNT = 50_000
 
@@ -140,3 +147,9 @@ def test_times_of_tokens_lie_on_their_patches():
         for column in range(6):
             assert torch.equal(found[:, 0, row, column], times[:, 3 * (row // 2) + column // 2])
     assert torch.equal(on_latents(times[:, 0], (4, 6), 2), times[:, 0])
+
+
+def test_the_shift_of_flux_lies_on_a_line_of_the_number_of_tokens():
+    for tokens, mu in ((256, 0.5), (2176, 0.825), (4096, 1.15)):
+        assert ResolutionShift().at(tokens) == pytest.approx(math.exp(mu))
+        assert ResolutionShift(kind="linear").at(tokens) == pytest.approx(mu)

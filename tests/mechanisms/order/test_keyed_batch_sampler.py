@@ -3,6 +3,7 @@
 from collections import Counter
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -334,3 +335,13 @@ def test_many_images_of_one_shape_are_ordered_where_they_are_read():
     alike = KeyedBatchSampler(many, 512, bucket_of=lambda _: SHAPES[0])
     assert alike.computes_order
     assert next(iter(alike)) == next(iter(KeyedBatchSampler(many, 512)))
+
+
+def test_of_many_images_each_is_in_one_batch_of_its_shape():
+    size = 2**17
+    many = KeyedBatchSampler(range(2**20 + 3), size, bucket_of=lambda image: SHAPES[image % 3 == 0])
+    assert many.computes_order
+    images = [np.array([key[0] for key in batch]) for batch in many]
+    assert np.array_equal(np.sort(np.concatenate(images)), np.arange(2**20 + 3))
+    assert all(len({*(batch % 3 == 0)}) == 1 for batch in images)
+    assert sorted(map(len, images)) == sorted([349_527 % size, 699_052 % size, *[size] * 7])
