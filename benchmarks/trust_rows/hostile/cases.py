@@ -222,7 +222,8 @@ def model_folder(**fields: Any) -> str:
 
 def image_data(folder: str = "data") -> object:
     opened = dotted("lit_efficient.data.images.image_tables.open_table")
-    table = opened(folder, "train", dotted("lit_efficient.data.images.image_columns.ImageColumns")())
+    about = dotted("lit_efficient.data.images.image_set.ImageSet")(folder)
+    table = opened(about, "train", dotted("lit_efficient.data.images.image_columns.ImageColumns")())
     return [_look(table.read(row)) for row in range(len(table))]
 
 
