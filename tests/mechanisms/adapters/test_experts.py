@@ -95,7 +95,7 @@ def test_experts_compute_what_pefts_do_and_merge_into_their_weights(
     assert torch.equal(again(ids).logits, outputs)
     assert not torch.allclose(outputs, plain, atol=1e-4)
     torch.testing.assert_close(outputs, theirs(ids).logits, rtol=1e-5, atol=1e-6)
-    theirs.save_pretrained(tmp_path / "theirs")
+    theirs.save_pretrained(str(tmp_path / "theirs"))
     write_peft_folder(tmp_path / "ours", *to_peft(net.state_dict(), placement(net), trained.arguments()))
     for folder in ("ours", "theirs"):
         started = nn.ModuleDict({"network": copy.deepcopy(model[0])})
