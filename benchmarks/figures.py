@@ -121,6 +121,13 @@ def differences() -> Iterator[tuple[Path, str]]:
     yield from ((path, text) for path, text in texts.items() if text != path.read_text("utf-8"))
 
 
+def networks_of(name: str) -> str:
+    """Return the networks of a row of the table of techniques. A name with Qwen3-MoE has it in the place of the GPT."""
+    if "Qwen3-MoE" in name:
+        return "Qwen3-MoE / DiT / ResNet"
+    return "GPT / DiT / ResNet"
+
+
 def of_cards() -> dict[str, str]:
     """Return the measurements of each technique as "WHAT: RESULT (COMMAND)"."""
     found: dict[str, list[str]] = {}
@@ -133,7 +140,8 @@ def of_cards() -> dict[str, str]:
             columns = SOURCE["tables"]["techniques"][1:]
             results = [filled(record, cell) for cell in record["cells"][1:]]
             pairs = (f"{column.lower()} {result}" for column, result in zip(columns, results))
-            text = f"with it beside without it, on a small GPT / DiT / ResNet: {'; '.join(pairs)} ({record['command']})"
+            text = f"with it beside without it, on a small {networks_of(record['cells'][0])}: "
+            text += f"{'; '.join(pairs)} ({record['command']})"
         else:
             command, what, result = (filled(record, cell).replace("`", "") for cell in record["cells"])
             text = f"{what}: {result} ({command})"

@@ -264,7 +264,7 @@ def record(results: dict[tuple[str, str], dict[str, Any]]) -> None:
             "id": f"techniques/{name}",
             "technique": name.partition(" ")[0],
             **common,
-            "unit": "with it / without it, on GPT / DiT / ResNet; '-': refused, or nothing there",
+            "unit": f"with it / without it, on {figures.networks_of(shown)}; '-': refused, or nothing there",
             "figures": found,
             "cells": [
                 f"`{name.partition(' ')[0]}`" + (f" ({shown})" if shown else ""),
