@@ -15,7 +15,6 @@ cache, and is not repeated.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -136,17 +135,10 @@ def run(setting: str, method: str, seed: int, texts: Tensor) -> dict[str, float]
 
 def main() -> None:
     """Run what is missing, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", action="store_true", help="print the table of the finished runs")
-    parser.add_argument("--record", action="store_true", help="write the table into figures.json")
-    arguments = parser.parse_args()
+    arguments = figures.arguments_of(__doc__)
     use_one_thread()
     file = cache_root() / "data_selection.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    done = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        entry = json.loads(line)
-        done[entry["setting"], entry["method"], entry["seed"]] = entry
+    done = {(one["setting"], one["method"], one["seed"]): one for one in figures.finished_runs(file)}
     texts = None if arguments.show or arguments.record else corpus()
     for seed in SEEDS:
         for setting in SETTINGS:

@@ -195,6 +195,22 @@ def record_table(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, 
     print("To update the documents, run: python -m benchmarks.figures --write")
 
 
+def arguments_of(description: str | None) -> argparse.Namespace:
+    """Return the arguments ``show`` and ``record`` of a benchmark that keeps its finished runs in a file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", action="store_true", help="print the table of the finished runs")
+    parser.add_argument("--record", action="store_true", help="write the table into figures.json")
+    return parser.parse_args()
+
+
+def finished_runs(file: Path) -> list[dict[str, Any]]:
+    """Return the runs in a file with one in each line, whose folder is created."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
 def record_ratios(name: str, command: str, cells: Sequence[Sequence[str]], columns: Sequence[str]) -> None:
     """Write a table of ratios into figures.json. The first two cells of a row are its name."""
     rows = []

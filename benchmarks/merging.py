@@ -15,7 +15,6 @@ that of a paired t test over the seeds, corrected by Holm's method over the rows
 
 from __future__ import annotations
 
-import argparse
 import encodings
 import json
 from collections.abc import Sequence
@@ -123,15 +122,10 @@ def ratios(done: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 def main() -> None:
     """Run what is missing, and print or record the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", action="store_true", help="print the table of the finished runs")
-    parser.add_argument("--record", action="store_true", help="write the table into figures.json")
-    arguments = parser.parse_args()
+    arguments = figures.arguments_of(__doc__)
     use_one_thread()
     file = cache_root() / "merging.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = {line.pop("seed"): line for line in lines}
+    done = {one.pop("seed"): one for one in figures.finished_runs(file)}
     if not (arguments.show or arguments.record):
         texts = rows_of_texts()
         for seed in SEEDS:
